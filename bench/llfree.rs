@@ -22,7 +22,7 @@ use llfree::{Alloc, Classing, FrameId, Init, LLFree, MetaData};
 use pool::finemem::header::User;
 use pool::finemem::layout::{Block, Shape, Word};
 use pool::finemem::tree::{Tree, Verbs};
-use pool::{Pool, SchemeKind, Settings};
+use pool::{Pool, schemes, Settings};
 
 const CHUNK: u64 = 4096;
 
@@ -203,7 +203,7 @@ fn main() {
                         let settings = Settings {
                             donate_bytes: (mib as u64) << 20,
                             chunk_bytes: CHUNK,
-                            scheme: SchemeKind::FineMem,
+                            scheme: schemes::FINEMEM,
                             ..Settings::default()
                         };
                         let node = pool::EmbeddedNode::start(&settings).expect(

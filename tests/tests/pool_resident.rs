@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use granary_tests::node::MemoryNode;
-use pool::{Grant, Options, Pool, SchemeKind};
+use pool::{Grant, Options, Pool, Scheme, schemes};
 
 /// Memory of free chunks that `granary serve` keeps resident by default (`--keep-resident`).
 const KEPT: u64 = 64 << 20;
@@ -38,15 +38,15 @@ struct Served {
 }
 
 impl Served {
-    fn start(scheme: SchemeKind, kept: u64, arguments: &[&str]) -> Result<Self> {
+    fn start(scheme: Scheme, kept: u64, arguments: &[&str]) -> Result<Self> {
         // Less memory for odrp, because its pages are small and the test would take long.
         let (chunk, donated) = match scheme {
-            SchemeKind::Odrp => (4 << 10, 32 << 20),
+            schemes::ODRP => (4 << 10, 32 << 20),
             _ => (4 << 20, 128 << 20),
         };
         let (memory, chunk_bytes) = (donated.to_string(), chunk.to_string());
         let arguments = [
-            &["--scheme", scheme.name(), "--memory", &memory, "--chunk", &chunk_bytes],
+            &["--scheme", scheme.name, "--memory", &memory, "--chunk", &chunk_bytes],
             &["--credits", "4"][..],
             arguments,
         ]
@@ -56,7 +56,7 @@ impl Served {
         let pool = Pool::connect(&node.socket, options)?;
         let before = resident(node.pid())?;
         // In rpc-mw-1 as many freed chunks as there are credits are not cleared yet.
-        let deferred = if scheme == SchemeKind::RpcMw1 { 4 * chunk as u64 } else { 0 };
+        let deferred = if scheme == schemes::RPC_MW_1 { 4 * chunk as u64 } else { 0 };
         Ok(Self { node, pool, before, deferred, kept, donated, chunk })
     }
 
@@ -113,7 +113,7 @@ impl Served {
 
 /// Allocates, writes and frees until each chunk was used twice: first with few chunks held at a
 /// time, then with all chunks held at once. Checks the resident memory in between.
-fn keeps_its_bound(scheme: SchemeKind, kept: u64, arguments: &[&str]) -> Result<()> {
+fn keeps_its_bound(scheme: Scheme, kept: u64, arguments: &[&str]) -> Result<()> {
     let served = Served::start(scheme, kept, arguments)?;
     let mut bytes = vec![0; served.chunk];
     let chunks = served.donated as usize / served.chunk;
@@ -161,14 +161,14 @@ macro_rules! schemes {
         $(
             #[test]
             fn $name() -> Result<()> {
-                keeps_its_bound(SchemeKind::$scheme, $kept, &$arguments)
+                keeps_its_bound(schemes::$scheme, $kept, &$arguments)
             }
         )*
 
         #[test]
         fn all_releasing_schemes_are_tested() {
-            let tested = [$(SchemeKind::$scheme),*];
-            let mut releasing = SchemeKind::ALL.iter().filter(|scheme| scheme.releases());
+            let tested = [$(schemes::$scheme),*];
+            let mut releasing = schemes::ALL.iter().filter(|scheme| scheme.clears());
             assert!(releasing.all(|scheme| tested.contains(scheme)));
         }
     };
@@ -177,17 +177,17 @@ macro_rules! schemes {
 // With the default of `granary serve`, and with other values of `--keep-resident`. Odrp uses 0,
 // because the default would keep all of its memory.
 schemes! {
-    released_chunks_of_onesidedmw_give_their_memory_back: OneSidedMw, KEPT, [];
-    released_chunks_of_rpc_mw_2_give_their_memory_back: RpcMw2, KEPT, [];
-    released_chunks_of_rpc_mw_1_give_their_memory_back: RpcMw1, KEPT, [];
-    released_chunks_of_fine_mr_give_their_memory_back: FineMr, KEPT, [];
-    released_chunks_of_static_mr_give_their_memory_back: StaticMr, KEPT, [];
-    released_chunks_of_finemem_give_their_memory_back: FineMem, KEPT, [];
-    released_chunks_of_premmap_onesided_give_their_memory_back: PremmapOneSided, KEPT, [];
-    released_chunks_of_premmap_rpc_give_their_memory_back: PremmapRpc, KEPT, [];
-    released_chunks_of_ondemand_rpc_give_their_memory_back: OnDemandRpc, KEPT, [];
-    released_pages_of_odrp_give_their_memory_back: Odrp, 0, ["--keep-resident", "0"];
-    a_memory_node_may_keep_nothing: OneSidedMw, 0, ["--keep-resident", "0"];
-    a_memory_node_may_keep_a_part: OneSidedMw, 16 << 20, ["--keep-resident", "19MiB"];
-    a_memory_node_may_keep_all: OneSidedMw, 128 << 20, ["--keep-resident", "1GiB"];
+    released_chunks_of_onesidedmw_give_their_memory_back: ONESIDEDMW, KEPT, [];
+    released_chunks_of_rpc_mw_2_give_their_memory_back: RPC_MW_2, KEPT, [];
+    released_chunks_of_rpc_mw_1_give_their_memory_back: RPC_MW_1, KEPT, [];
+    released_chunks_of_fine_mr_give_their_memory_back: FINE_MR, KEPT, [];
+    released_chunks_of_static_mr_give_their_memory_back: STATIC_MR, KEPT, [];
+    released_chunks_of_finemem_give_their_memory_back: FINEMEM, KEPT, [];
+    released_chunks_of_premmap_onesided_give_their_memory_back: PREMMAP_ONESIDED, KEPT, [];
+    released_chunks_of_premmap_rpc_give_their_memory_back: PREMMAP_RPC, KEPT, [];
+    released_chunks_of_ondemand_rpc_give_their_memory_back: ONDEMAND_RPC, KEPT, [];
+    released_pages_of_odrp_give_their_memory_back: ODRP, 0, ["--keep-resident", "0"];
+    a_memory_node_may_keep_nothing: ONESIDEDMW, 0, ["--keep-resident", "0"];
+    a_memory_node_may_keep_a_part: ONESIDEDMW, 16 << 20, ["--keep-resident", "19MiB"];
+    a_memory_node_may_keep_all: ONESIDEDMW, 128 << 20, ["--keep-resident", "1GiB"];
 }

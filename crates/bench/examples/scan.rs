@@ -4,14 +4,14 @@
 //! Also prints the share of a core that a pool of 100 GB needs for a scan every 100 ms (FineMem
 //! §6.2: 25 million chunks of 4 KB, 15 ms, 15 %).
 
-use pool::SchemeKind::{FineMem, FineMemPaper};
+use pool::schemes::{FINEMEM, FINEMEM_PAPER};
 
 /// Chunks of the paper's 100 GB.
 const PAPER: f64 = 25e6;
 
 fn main() -> Result<(), pool::Error> {
     let chunks = std::env::args().nth(1).and_then(|n| n.parse().ok()).unwrap_or(1 << 20);
-    for scheme in [FineMem, FineMemPaper] {
+    for scheme in [FINEMEM, FINEMEM_PAPER] {
         for (taken, state) in [(true, "all taken"), (false, "none taken")] {
             let each_ns = bench::recovery::scan_ns_per_entry(scheme, chunks, 40, taken)?;
             // The table has one entry per aligned block: nearly two per chunk.

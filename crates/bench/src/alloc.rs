@@ -22,8 +22,9 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use pool::info::AccessKind;
 use pool::odrp::PAGE_BYTES;
-use pool::{ControlMode, Grant, Pool, SchemeKind, Settings};
+use pool::{ControlMode, Grant, Pool, Scheme, Settings, schemes};
 use serde::{Deserialize, Serialize};
 use verbs::Nic;
 
@@ -52,7 +53,7 @@ const WARM_UP_ROUNDS: u32 = 64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Contender {
     /// The scheme.
-    pub scheme: SchemeKind,
+    pub scheme: Scheme,
     /// How the memory node's control thread waits for requests.
     pub control: ControlMode,
 }
@@ -60,19 +61,19 @@ pub struct Contender {
 impl Contender {
     /// The variants that are compared by default; onesidedmw comes first.
     pub const DEFAULT: [Self; 3] = [
-        Self { scheme: SchemeKind::OneSidedMw, control: ControlMode::Event },
-        Self { scheme: SchemeKind::RpcMw2, control: ControlMode::Event },
-        Self { scheme: SchemeKind::RpcMw2, control: ControlMode::Polling },
+        Self { scheme: schemes::ONESIDEDMW, control: ControlMode::Event },
+        Self { scheme: schemes::RPC_MW_2, control: ControlMode::Event },
+        Self { scheme: schemes::RPC_MW_2, control: ControlMode::Polling },
     ];
 
     /// The variants of some schemes: one per wait mode for RPC schemes, a single one otherwise.
-    pub fn of(schemes: &[SchemeKind]) -> Vec<Self> {
+    pub fn of(schemes: &[Scheme]) -> Vec<Self> {
         Self::with(schemes, ControlMode::ALL)
     }
 
     /// As [`Contender::of`], with these wait modes only.
-    pub fn with(schemes: &[SchemeKind], controls: &[ControlMode]) -> Vec<Self> {
-        let variants = |scheme: &SchemeKind| {
+    pub fn with(schemes: &[Scheme], controls: &[ControlMode]) -> Vec<Self> {
+        let variants = |scheme: &Scheme| {
             let modes = match scheme.needs_cpu() {
                 true => controls,
                 false => &[ControlMode::Event],
@@ -95,7 +96,7 @@ impl Contender {
 
     /// The setting of the variant's records; the wait mode is part of it for RPC schemes only.
     pub fn setting(&self, nic: &str, clients: u32, chunk_bytes: u64) -> Setting {
-        let setting = Setting::new().scheme(self.scheme.name()).nic(nic);
+        let setting = Setting::new().scheme(self.scheme.name).nic(nic);
         let setting = match self.scheme.needs_cpu() {
             false => setting,
             true => setting.control(self.control.name()),
@@ -117,10 +118,10 @@ impl SizeSupport {
     /// Adapts `settings` to allocations of `bytes`. A scheme with a single allocation size gets
     /// chunks of `bytes`.
     pub fn of(settings: Settings, bytes: u64) -> Self {
-        let chunk_bytes = match settings.scheme {
-            SchemeKind::Odrp => PAGE_BYTES as u64,
-            scheme if scheme.has_sizes() => settings.chunk_bytes.min(bytes),
-            _ => bytes,
+        let chunk_bytes = match settings.scheme.chunk_bytes {
+            Some(only) => only,
+            None if settings.scheme.has_sizes() => settings.chunk_bytes.min(bytes),
+            None => bytes,
         };
         let settings = Settings { chunk_bytes, ..settings };
         let largest = settings.largest_bytes();
@@ -129,7 +130,7 @@ impl SizeSupport {
                 Self::Unsupported(format!("{setting} {value}: {why}"))
             }
             Err(e) => Self::Unsupported(e.to_string()),
-            Ok(()) if settings.scheme == SchemeKind::Odrp && bytes != chunk_bytes => {
+            Ok(()) if settings.scheme.access == AccessKind::Pages && bytes != chunk_bytes => {
                 Self::Unsupported(format!("pages of {} only", Size(chunk_bytes)))
             }
             Ok(()) if largest < bytes => {
@@ -242,7 +243,7 @@ fn allocate<N: Nic>(pool: &Pool<N>, bytes: Option<u64>) -> Result<Grant, pool::E
             grant => break grant?,
         }
     };
-    if pool.welcome().scheme == SchemeKind::Odrp {
+    if pool.scheme().access == AccessKind::Pages {
         pool.write_blocking(&grant, 0, &[1; PAGE_BYTES])?;
     }
     Ok(grant)
@@ -276,7 +277,7 @@ pub fn client<N: Nic>(
 /// The tables of a run, with ratios to scheme rpc-mw-2 in both wait modes.
 pub fn tables(records: &[Record]) -> Vec<(String, Table)> {
     let rpc = |control: ControlMode| {
-        Setting::new().scheme(SchemeKind::RpcMw2.name()).control(control.name())
+        Setting::new().scheme(schemes::RPC_MW_2.name).control(control.name())
     };
     let latency = |metric: &str| {
         let mut pivot = Pivot::rows(["clients", "scheme", "control", "nic", "size"]);
@@ -414,8 +415,8 @@ pub fn comparison_picture(
             let series = series(&shown, metric, statistic, x, named, |_| true);
             let mut lines = Lines::new(&title, axis, Axis::log(label));
             for (name, points) in series {
-                lines = match name.starts_with(SchemeKind::OneSidedMw.name())
-                    || name.starts_with(SchemeKind::FineMem.name())
+                lines = match name.starts_with(schemes::ONESIDEDMW.name)
+                    || name.starts_with(schemes::FINEMEM.name)
                 {
                     true => lines.line(&name, points),
                     false => lines.baseline(&name, points),
@@ -456,7 +457,7 @@ pub fn pictures(records: &[Record], directory: &Path) -> Result<Vec<PathBuf>, Er
             continue;
         }
         for (scheme, points) in series {
-            lines = if scheme.starts_with(SchemeKind::OneSidedMw.name()) {
+            lines = if scheme.starts_with(schemes::ONESIDEDMW.name) {
                 lines.line(&scheme, points)
             } else {
                 lines.baseline(&scheme, points)
@@ -473,7 +474,7 @@ mod tests {
 
     #[test]
     fn client_runs_against_every_contender() {
-        for contender in Contender::of(SchemeKind::ALL) {
+        for contender in Contender::of(schemes::ALL) {
             let Contender { scheme, control } = contender;
             let small =
                 Settings { donate_bytes: 64 << 10, chunk_bytes: 4096, ..Settings::default() };
@@ -499,7 +500,7 @@ mod tests {
 
     #[test]
     fn default_contenders_are_two_schemes() {
-        let two = [SchemeKind::OneSidedMw, SchemeKind::RpcMw2];
+        let two = [schemes::ONESIDEDMW, schemes::RPC_MW_2];
         assert_eq!(Contender::of(&two), Contender::DEFAULT);
     }
 
@@ -512,17 +513,17 @@ mod tests {
                 SizeSupport::Unsupported(why) => Err(why),
             }
         };
-        assert_eq!(chunk_bytes(SchemeKind::FineMem, 65536), Ok(4096));
-        assert_eq!(chunk_bytes(SchemeKind::FineMem, 1024), Ok(1024));
-        assert_eq!(chunk_bytes(SchemeKind::OneSidedMw, 65536), Ok(65536));
-        assert_eq!(chunk_bytes(SchemeKind::Odrp, 4096), Ok(4096));
-        let why = chunk_bytes(SchemeKind::Odrp, 65536).unwrap_err();
+        assert_eq!(chunk_bytes(schemes::FINEMEM, 65536), Ok(4096));
+        assert_eq!(chunk_bytes(schemes::FINEMEM, 1024), Ok(1024));
+        assert_eq!(chunk_bytes(schemes::ONESIDEDMW, 65536), Ok(65536));
+        assert_eq!(chunk_bytes(schemes::ODRP, 4096), Ok(4096));
+        let why = chunk_bytes(schemes::ODRP, 65536).unwrap_err();
         assert!(why.contains("4KiB"), "{why}");
-        let why = chunk_bytes(SchemeKind::PremmapRpc, 128 << 20).unwrap_err();
+        let why = chunk_bytes(schemes::PREMMAP_RPC, 128 << 20).unwrap_err();
         assert!(why.contains("largest block"), "{why}");
-        let why = chunk_bytes(SchemeKind::OneSidedMw, 128 << 20).unwrap_err();
+        let why = chunk_bytes(schemes::ONESIDEDMW, 128 << 20).unwrap_err();
         assert!(why.contains("donate_bytes"), "{why}");
-        assert!(chunk_bytes(SchemeKind::RpcMw2, 5000).unwrap_err().contains("power of two"));
+        assert!(chunk_bytes(schemes::RPC_MW_2, 5000).unwrap_err().contains("power of two"));
     }
 
     #[test]

@@ -53,7 +53,7 @@ pub fn connect(
         ..ConnectRequest::default()
     };
     let admitted = node.admit(id, &request)?;
-    client.admitted(&admitted);
+    client.accept(&admitted)?;
     let peers: Vec<_> = admitted.management.iter().map(|qpn| Qpn::new(*qpn).into()).collect();
     client.connect(&peers)?;
     Ok(Connection { client, id, _lanes: lanes })

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use pool::finemem::{Node, ReleaseTimes};
 use pool::scheme::{ClientScheme, NodeScheme};
-use pool::{Error, GroupId, SchemeKind, Settings};
+use pool::{Error, GroupId, Scheme, Settings, schemes};
 use rnic::nic::SoftNic;
 
 use crate::inline_client::{self, Connection};
@@ -70,7 +70,7 @@ pub fn recovery(chunks: u64, chunk_bytes: u64) -> Result<Recovery, Error> {
     let settings = Settings {
         donate_bytes: chunks * chunk_bytes,
         chunk_bytes,
-        scheme: SchemeKind::FineMem,
+        scheme: schemes::FINEMEM,
         ..Settings::default()
     };
     let nic = SoftNic::inline();
@@ -117,7 +117,7 @@ pub fn recovery(chunks: u64, chunk_bytes: u64) -> Result<Recovery, Error> {
 /// # Errors
 /// Errors of the pool.
 pub fn scan_ns_per_entry(
-    scheme: SchemeKind,
+    scheme: Scheme,
     chunks: u64,
     scans: u64,
     taken: bool,

@@ -3,7 +3,7 @@
 
 use pool::finemem::Node;
 use pool::scheme::{ClientScheme, Grant, NodeScheme};
-use pool::{Error, GroupId, SchemeKind, Settings};
+use pool::{Error, GroupId, Scheme, Settings};
 use rnic::nic::SoftNic;
 use verbs::executor::block_on;
 
@@ -34,7 +34,7 @@ pub struct WrapWorkload {
 /// # Errors
 /// Errors of the pool.
 pub fn allocations_until_wrap(
-    scheme: SchemeKind,
+    scheme: Scheme,
     workload: &WrapWorkload,
     limit: u64,
 ) -> Result<Option<u64>, Error> {
@@ -98,6 +98,8 @@ fn add_movement(now: impl Iterator<Item = u32>, last: &mut [u32], moved: &mut [u
 
 #[cfg(test)]
 mod tests {
+    use pool::schemes;
+
     use super::*;
 
     #[test]
@@ -106,15 +108,15 @@ mod tests {
         // well. Each header's timestamp moves twice per round.
         let partial = WrapWorkload { chunks: 512, compute_nodes: 1, held: 300, freed: 100 };
         let allocations =
-            allocations_until_wrap(SchemeKind::FineMemPaper, &partial, 100_000).unwrap();
+            allocations_until_wrap(schemes::FINEMEM_PAPER, &partial, 100_000).unwrap();
         let rounds = (allocations.unwrap() - 300) / 100;
         assert!((63..=65).contains(&rounds), "{rounds} rounds");
         // If all chunks are freed, spans become empty. Each opening or closing of a span moves the
         // timestamp of its section's header.
         let full = WrapWorkload { freed: 300, ..partial };
-        let sooner = allocations_until_wrap(SchemeKind::FineMemPaper, &full, 100_000).unwrap();
+        let sooner = allocations_until_wrap(schemes::FINEMEM_PAPER, &full, 100_000).unwrap();
         assert!(sooner < allocations, "{sooner:?}");
-        let limited = allocations_until_wrap(SchemeKind::FineMemPaper, &partial, 3000).unwrap();
+        let limited = allocations_until_wrap(schemes::FINEMEM_PAPER, &partial, 3000).unwrap();
         assert_eq!(limited, None);
     }
 }

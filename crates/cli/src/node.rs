@@ -12,7 +12,7 @@ use anyhow::{Context, bail};
 use metrics::Samples;
 use pool::budget::{BudgetStatus, Use};
 use pool::protocol::{Dropped, Status, Trouble};
-use pool::{Address, ControlMode, ControlPlane, Remote, RemoteAddress, SchemeKind, Settings};
+use pool::{Address, ControlMode, ControlPlane, Remote, RemoteAddress, Scheme, Settings, schemes};
 use serde::{Deserialize, Serialize};
 use tempfile::NamedTempFile;
 use units::Size;
@@ -38,7 +38,7 @@ pub struct Ready {
     pub donated_bytes: u64,
     pub chunk_bytes: u64,
     pub chunks: u64,
-    pub scheme: SchemeKind,
+    pub scheme: String,
     pub control: ControlMode,
     pub group_size: u32,
     pub credits: u32,
@@ -56,7 +56,7 @@ impl Ready {
             donated_bytes: settings.chunks() * settings.chunk_bytes,
             chunk_bytes: settings.chunk_bytes,
             chunks: settings.chunks(),
-            scheme: settings.scheme,
+            scheme: settings.scheme.name.into(),
             control: settings.control,
             group_size: settings.group_size,
             credits: settings.credits,
@@ -171,8 +171,8 @@ fn arguments(settings: &Settings) -> Vec<String> {
 }
 
 /// Prints a warning on standard error if a scheme is unsafe.
-pub fn warn_if_unsafe(scheme: SchemeKind) {
-    if let Some(why) = scheme.unsafe_because() {
+pub fn warn_if_unsafe(scheme: Scheme) {
+    if let Some(why) = scheme.unsafe_because {
         eprintln!("granary: warning: scheme {scheme} is unsafe, use it for comparison only: {why}");
     }
 }
@@ -311,8 +311,8 @@ fn scheme(status: &Status) -> String {
 }
 
 fn unsafety(scheme: &str) -> &'static str {
-    match scheme.parse::<SchemeKind>() {
-        Ok(scheme) if scheme.unsafe_because().is_some() => " (unsafe)",
+    match schemes::find(scheme) {
+        Ok(scheme) if scheme.unsafe_because.is_some() => " (unsafe)",
         _ => "",
     }
 }

@@ -258,7 +258,7 @@ impl Transport for PoolTransport {
         let mut stats = TransportStats::default();
         for Node { pool, .. } in &self.nodes {
             let allocations = pool.stats().allocations;
-            match pool.welcome().scheme.needs_cpu() {
+            match pool.scheme().needs_cpu() {
                 false => stats.allocations_by_nic += allocations,
                 true => stats.allocations_by_cpu += allocations,
             }

@@ -420,14 +420,14 @@ impl<N: Nic> std::fmt::Debug for MultiPool<N> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{SchemeKind, Settings};
+    use crate::{Settings, schemes};
 
     fn pools(sizes: &[u64], placement: Placement) -> MultiPool {
         let start = |chunks: &u64| {
             Pool::embedded(Settings {
                 donate_bytes: chunks * 4096,
                 chunk_bytes: 4096,
-                scheme: SchemeKind::FineMem,
+                scheme: schemes::FINEMEM,
                 ..Settings::default()
             })
             .unwrap()

@@ -31,7 +31,7 @@ use crate::scheme::{
     ClientId, ConnectReply, ConnectRequest, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
     QpSet, Worker,
 };
-use crate::settings::{ControlMode, SchemeKind, Settings};
+use crate::settings::{ControlMode, Settings};
 use units::cpus::cores;
 
 /// A memory node. Clones share its state.
@@ -618,13 +618,6 @@ impl PauseGate {
         let _state = self.state.lock();
         self.closed.store(false, Ordering::Release);
         self.changed.notify_all();
-    }
-}
-
-impl SchemeKind {
-    /// True if every allocation needs the memory node's CPU.
-    pub const fn needs_cpu(self) -> bool {
-        self.is_by_rpc()
     }
 }
 

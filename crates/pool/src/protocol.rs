@@ -31,7 +31,7 @@ use crate::Error;
 use crate::remote::RoceEnd;
 use crate::remote::token::Nonce;
 use crate::scheme::{ConnectReply, ConnectRequest, NodeStatus};
-use crate::settings::{ControlMode, SchemeKind, Settings};
+use crate::settings::{ControlMode, Settings};
 
 /// Version of this protocol and of the layouts that compute nodes access directly in a memory node.
 pub const VERSION: u32 = 3;
@@ -164,8 +164,8 @@ pub enum Reply {
 pub struct NodeHello {
     /// Protocol version of the memory node.
     pub version: u32,
-    /// The allocation scheme.
-    pub scheme: SchemeKind,
+    /// Name of the allocation scheme.
+    pub scheme: String,
     /// How the memory node's CPU is notified of requests.
     pub control: ControlMode,
     /// Bytes of a chunk.
@@ -218,7 +218,7 @@ impl NodeHello {
         let s = settings;
         Self {
             version: VERSION,
-            scheme: s.scheme,
+            scheme: s.scheme.name.to_owned(),
             control: s.control,
             chunk_bytes: s.chunk_bytes,
             chunks: s.chunks(),

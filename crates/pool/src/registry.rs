@@ -3,17 +3,18 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use verbs::Nic;
 use verbs::direct::DirectNic;
-use verbs::{Nic, PeerAddress, Qpn};
 
 use crate::protocol::NodeHello;
 use crate::remote::Start;
+use crate::request_queue::SharedQp;
 use crate::scheme::{
-    CasStats, ClientId, ClientScheme, ConnectReply, ConnectRequest, CpuEvents, Grant, GroupId,
-    Lane, NodeScheme, NodeStatus, QpSet, WhenIdle, Worker,
+    ClientId, ClientScheme, ConnectReply, ConnectRequest, CpuEvents, GroupId, Lane, NodeScheme,
+    NodeStatus, QpSet, Worker,
 };
-use crate::settings::{SchemeKind, Settings};
-use crate::{Error, finemem, odrp, onesidedmw, rpc};
+use crate::settings::Settings;
+use crate::{Error, finemem, odrp, onesidedmw, rpc, schemes};
 
 /// The memory node's side of any scheme.
 #[non_exhaustive]
@@ -32,21 +33,14 @@ impl<N: DirectNic> AnyNode<N> {
     /// Creates the scheme that `settings` select, on `nic`.
     pub fn new(nic: &N, settings: &Settings) -> Result<Self, Error> {
         Ok(match settings.scheme {
-            SchemeKind::OneSidedMw => {
+            schemes::ONESIDEDMW => {
                 Self::OneSidedMw(Box::new(onesidedmw::Node::new(nic.clone(), settings.clone())?))
             }
-            SchemeKind::FineMem | SchemeKind::FineMemPaper | SchemeKind::PremmapOneSided => {
+            schemes::FINEMEM | schemes::FINEMEM_PAPER | schemes::PREMMAP_ONESIDED => {
                 Self::FineMem(Box::new(finemem::Node::new(nic, settings)?))
             }
-            SchemeKind::Odrp => {
-                Self::Odrp(Box::new(odrp::Node::new(nic.clone(), settings.clone())?))
-            }
-            SchemeKind::RpcMw2
-            | SchemeKind::RpcMw1
-            | SchemeKind::FineMr
-            | SchemeKind::StaticMr
-            | SchemeKind::PremmapRpc
-            | SchemeKind::OnDemandRpc => Self::Rpc(Box::new(rpc::Node::new(nic, settings)?)),
+            schemes::ODRP => Self::Odrp(Box::new(odrp::Node::new(nic.clone(), settings.clone())?)),
+            _ => Self::Rpc(Box::new(rpc::Node::new(nic, settings)?)),
         })
     }
 }
@@ -132,127 +126,20 @@ impl<N: DirectNic> NodeScheme for AnyNode<N> {
     }
 }
 
-/// The compute node's side of any scheme.
-#[non_exhaustive]
-pub enum AnyClient<N: Nic> {
-    /// [`onesidedmw`].
-    OneSidedMw(onesidedmw::Client<N>),
-    /// [`finemem`].
-    FineMem(finemem::Client<N>),
-    /// [`odrp`].
-    Odrp(odrp::Client<N>),
-    /// [`rpc`].
-    Rpc(rpc::Client<N>),
-}
-
-impl<N: Nic> AnyClient<N> {
-    /// Creates the client of the scheme that `welcome` selects, on `nic`.
-    pub fn new(nic: &N, pd: &N::Pd, welcome: &NodeHello) -> Result<Self, Error> {
-        Ok(match welcome.scheme {
-            SchemeKind::OneSidedMw => Self::OneSidedMw(onesidedmw::Client::new(nic, pd, welcome)?),
-            SchemeKind::FineMem | SchemeKind::FineMemPaper | SchemeKind::PremmapOneSided => {
-                Self::FineMem(finemem::Client::new(nic, pd, welcome)?)
-            }
-            SchemeKind::Odrp => Self::Odrp(odrp::Client::new(nic, pd, welcome)?),
-            SchemeKind::RpcMw2
-            | SchemeKind::RpcMw1
-            | SchemeKind::FineMr
-            | SchemeKind::StaticMr
-            | SchemeKind::PremmapRpc
-            | SchemeKind::OnDemandRpc => Self::Rpc(rpc::Client::new(nic, pd, welcome)?),
-        })
-    }
-}
-
-impl<N: Nic> AnyClient<N> {
-    /// Passes the first access QP of each group to a scheme that allocates over these QPs.
-    pub(crate) fn share_access_qps(
-        &self,
-        nic: &N,
-        pd: &N::Pd,
-        credits: u32,
-        groups: Vec<onesidedmw::client::SharedQp<N>>,
-    ) -> Result<(), Error> {
-        match self {
-            AnyClient::OneSidedMw(client) => client.share_access_qps(nic, pd, credits, groups),
-            _ => Ok(()),
+/// Creates the client of the scheme that `welcome` selects, on `nic`. `access` lists the first
+/// access QP of each group.
+pub(crate) fn client<N: Nic>(
+    nic: &N,
+    pd: &N::Pd,
+    welcome: &NodeHello,
+    access: &[SharedQp<N>],
+) -> Result<Box<dyn ClientScheme>, Error> {
+    Ok(match schemes::find(&welcome.scheme)? {
+        schemes::ONESIDEDMW => Box::new(onesidedmw::Client::new(nic, pd, welcome, access)?),
+        schemes::FINEMEM | schemes::FINEMEM_PAPER | schemes::PREMMAP_ONESIDED => {
+            Box::new(finemem::Client::new(nic, pd, welcome)?)
         }
-    }
-
-    /// The page access of a scheme whose access is not one-sided.
-    pub fn pages(&self) -> Option<&odrp::Client<N>> {
-        match self {
-            AnyClient::Odrp(client) => Some(client),
-            _ => None,
-        }
-    }
-}
-
-macro_rules! each_client {
-    ($self:expr, $client:ident => $body:expr) => {
-        match $self {
-            AnyClient::OneSidedMw($client) => $body,
-            AnyClient::FineMem($client) => $body,
-            AnyClient::Odrp($client) => $body,
-            AnyClient::Rpc($client) => $body,
-        }
-    };
-}
-
-impl<N: Nic> ClientScheme for AnyClient<N> {
-    async fn allocate(&self, group: GroupId) -> Result<Grant, Error> {
-        each_client!(self, client => client.allocate(group).await)
-    }
-
-    async fn allocate_bytes(&self, group: GroupId, bytes: u64) -> Result<Grant, Error> {
-        each_client!(self, client => client.allocate_bytes(group, bytes).await)
-    }
-
-    async fn free(&self, grant: &Grant) -> Result<(), Error> {
-        each_client!(self, client => client.free(grant).await)
-    }
-
-    fn management(&self) -> Vec<Qpn> {
-        each_client!(self, client => client.management())
-    }
-
-    fn is_broken(&self) -> bool {
-        each_client!(self, client => client.is_broken())
-    }
-
-    fn is_closed(&self) -> bool {
-        each_client!(self, client => client.is_closed())
-    }
-
-    fn reset(&self) -> Result<(), Error> {
-        each_client!(self, client => client.reset())
-    }
-
-    fn break_management(&self) -> Result<(), Error> {
-        each_client!(self, client => client.break_management())
-    }
-
-    async fn recall(&self) -> Result<(), Error> {
-        each_client!(self, client => client.recall().await)
-    }
-
-    fn cas_stats(&self) -> CasStats {
-        each_client!(self, client => client.cas_stats())
-    }
-
-    fn when_idle(&self, look: &WhenIdle) {
-        each_client!(self, client => client.when_idle(look))
-    }
-
-    fn name_access(&self, peers: Vec<Vec<Qpn>>) {
-        each_client!(self, client => client.name_access(peers))
-    }
-
-    fn admitted(&self, terms: &ConnectReply) {
-        each_client!(self, client => client.admitted(terms))
-    }
-
-    fn connect(&self, peers: &[PeerAddress]) -> Result<(), Error> {
-        each_client!(self, client => client.connect(peers))
-    }
+        schemes::ODRP => Box::new(odrp::Client::new(nic, pd, welcome)?),
+        _ => Box::new(rpc::Client::new(nic, pd, welcome)?),
+    })
 }

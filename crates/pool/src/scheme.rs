@@ -8,6 +8,7 @@
 //! is pending, the chunk is cleared, in that order; only then may it be allocated again.
 
 use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,6 +20,7 @@ use crate::Error;
 use crate::budget::BudgetStatus;
 use crate::remote::token::Nonce;
 use crate::remote::{RoceEnd, Route, Start};
+use crate::request_queue::ManagementQp;
 
 /// Maximum number of windows of a group, including the guard.
 pub const MAX_GROUP: usize = 6;
@@ -280,6 +282,33 @@ pub struct CasStats {
     pub cas_retries_max: u64,
 }
 
+impl CasStats {
+    /// The values as named counters.
+    pub fn counters(&self) -> Vec<Counter> {
+        vec![
+            ("allocations", self.allocations),
+            ("round_trips", self.round_trips),
+            ("cas", self.cas),
+            ("cas_retries", self.cas_retries),
+            ("cas_retries_max", self.cas_retries_max),
+        ]
+    }
+}
+
+impl From<&[Counter]> for CasStats {
+    /// The values of the counters of these names; 0 for a name that is not listed.
+    fn from(counters: &[Counter]) -> Self {
+        let get = |name| counters.iter().find(|(n, _)| *n == name).map_or(0, |(_, value)| *value);
+        Self {
+            allocations: get("allocations"),
+            round_trips: get("round_trips"),
+            cas: get("cas"),
+            cas_retries: get("cas_retries"),
+            cas_retries_max: get("cas_retries_max"),
+        }
+    }
+}
+
 /// The memory node's side of a scheme. A single control thread calls it.
 pub trait NodeScheme: Send {
     /// Admits a compute node: creates its peer QPs and connects them to the QPs that `request`
@@ -394,26 +423,34 @@ pub trait CpuEvents: Send + Sync {
     fn wake(&self);
 }
 
-/// Access by whole pages, for schemes without one-sided access. A grant of such a scheme names a
-/// page that the memory node looks up at each access.
+/// Operations on the chunks of a scheme.
+pub enum Access<'a> {
+    /// READ, WRITE and atomics over the access QPs, with the keys of a grant.
+    OneSided,
+    /// Whole pages only. A grant names a page that the memory node looks up at each access.
+    Paged(&'a dyn PageAccess),
+}
+
+/// Access by whole pages.
 ///
 /// These futures must be polled to completion; [`crate::Pool`] ensures this when a caller drops one
 /// early.
-pub trait PageScheme: Send + Sync {
+pub trait PageAccess: Send + Sync {
+    /// Bytes of a page.
+    fn page_bytes(&self) -> usize;
+
     /// Reads a page. A page that was never written reads as zeros.
-    fn read_page(
-        &self,
-        page: &Grant,
-        into: &mut [u8],
-    ) -> impl Future<Output = Result<(), Error>> + Send;
+    fn read_page<'a>(&'a self, page: &'a Grant, into: &'a mut [u8]) -> Answer<'a, ()>;
 
     /// Writes a page. The first write allocates memory for it.
-    fn write_page(
-        &self,
-        page: &Grant,
-        from: &[u8],
-    ) -> impl Future<Output = Result<(), Error>> + Send;
+    fn write_page<'a>(&'a self, page: &'a Grant, from: &'a [u8]) -> Answer<'a, ()>;
 }
+
+/// The future of a request.
+pub type Answer<'a, T> = Pin<Box<dyn Future<Output = Result<T, Error>> + Send + 'a>>;
+
+/// A named value that a client counts.
+pub type Counter = (&'static str, u64);
 
 /// The error for a request of `bytes` that exceeds `most`, the largest allocation.
 pub(crate) fn too_large(bytes: u64, most: u64, has_sizes: bool) -> Error {
@@ -427,6 +464,14 @@ pub(crate) fn too_large(bytes: u64, most: u64, has_sizes: bool) -> Error {
     Error::Setting { setting: "bytes", value: bytes.to_string(), why }
 }
 
+/// The error for a memory node whose scheme this client does not have.
+pub(crate) fn unknown(name: &str) -> Error {
+    Error::Protocol {
+        attempt: "connecting to a memory node".into(),
+        why: format!("its scheme {name} is unknown here: use the same version of granary"),
+    }
+}
+
 /// The compute node's side of a scheme.
 ///
 /// A client is connected in three steps, because the QPs of either side need the numbers of their
@@ -435,75 +480,121 @@ pub(crate) fn too_large(bytes: u64, most: u64, has_sizes: bool) -> Error {
 /// them.
 pub trait ClientScheme: Send + Sync {
     /// Allocates a chunk whose keys are for the QPs of `group`.
-    fn allocate(&self, group: GroupId) -> impl Future<Output = Result<Grant, Error>> + Send;
+    fn allocate(&self, group: GroupId) -> Answer<'_, Grant>;
 
     /// Allocates at least `bytes`. A scheme with a single size refuses more than one chunk holds.
-    fn allocate_bytes(
-        &self,
-        group: GroupId,
-        bytes: u64,
-    ) -> impl Future<Output = Result<Grant, Error>> + Send {
-        async move {
+    fn allocate_bytes(&self, group: GroupId, bytes: u64) -> Answer<'_, Grant> {
+        Box::pin(async move {
             let grant = self.allocate(group).await?;
             if bytes <= grant.len {
                 return Ok(grant);
             }
             self.free(&grant).await?;
             Err(too_large(bytes, grant.len, false))
-        }
+        })
     }
 
-    /// Frees a chunk. When this returns, the chunk is released; in schemes `finemem` and `rpc-mw-1`
-    /// it is in quarantine until it can be released.
-    fn free(&self, grant: &Grant) -> impl Future<Output = Result<(), Error>> + Send;
+    /// Frees a chunk. When this returns, the chunk is released or in quarantine:
+    /// [`SchemeInfo::release`](crate::SchemeInfo::release).
+    fn free<'a>(&'a self, grant: &'a Grant) -> Answer<'a, ()>;
 
-    /// The management QPs in the scheme's order, for [`ConnectRequest::management`].
-    fn management(&self) -> Vec<Qpn>;
+    /// Operations on the chunks.
+    fn access(&self) -> Access<'_> {
+        Access::OneSided
+    }
+
+    /// Calls `each` with the management QPs, in the scheme's order.
+    fn each_queue(&self, each: &mut dyn FnMut(&dyn ManagementQp));
+
+    /// Reads the memory node's terms, before the QPs are connected for the first time.
+    fn accept(&self, _terms: &ConnectReply) -> Result<(), Error> {
+        Ok(())
+    }
+
+    /// Completes what failed requests have left open, once the management QPs are re-established.
+    /// If the call itself fails, it is repeated at once or with the next request.
+    fn settle(&self) -> Answer<'_, ()> {
+        Box::pin(async { Ok(()) })
+    }
+
+    /// What this client counts.
+    fn counters(&self) -> Vec<Counter> {
+        Vec::new()
+    }
+
+    /// Numbers of the management QPs that are not access QPs, for [`ConnectRequest::management`].
+    fn management(&self) -> Vec<Qpn> {
+        let mut qpns = Vec::new();
+        self.each_queue(&mut |queue| {
+            if !queue.is_shared() {
+                qpns.push(queue.qpn());
+            }
+        });
+        qpns
+    }
 
     /// True if a management QP is in the error state. Requests are then refused until the QPs are
     /// re-established: [`ClientScheme::reset`], [`NodeScheme::reset_management`] on the other side,
     /// then [`ClientScheme::connect`].
-    fn is_broken(&self) -> bool;
+    fn is_broken(&self) -> bool {
+        let mut broken = false;
+        self.each_queue(&mut |queue| broken |= queue.is_broken());
+        broken
+    }
 
     /// True from a [`ClientScheme::reset`] until the [`ClientScheme::connect`] that follows. That
     /// period may be long, because the memory node may refuse to re-establish the QPs for a while.
     /// A request posted to a QP in Reset would never complete. Cheap, because it is called before
     /// each request.
     fn is_closed(&self) -> bool {
-        false
+        let mut closed = false;
+        self.each_queue(&mut |queue| closed |= queue.is_closed());
+        closed
     }
 
     /// Takes the management QPs to Reset. Requests in flight end with an error that leaves open
     /// whether they were executed.
-    fn reset(&self) -> Result<(), Error>;
-
-    /// Takes the management QPs to Error: requests in flight end with an error.
-    fn break_management(&self) -> Result<(), Error>;
-
-    /// Returns the block that an aborted request may have obtained, in schemes where only the
-    /// compute node can find that out. Called after a request has failed, once the management QPs
-    /// are re-established. If the call itself aborts, it is repeated at once or with the next
-    /// request.
-    fn recall(&self) -> impl Future<Output = Result<(), Error>> + Send {
-        async { Ok(()) }
+    fn reset(&self) -> Result<(), Error> {
+        self.try_each(&mut |queue| queue.reset())
     }
 
-    /// Cost of the allocations, in schemes that allocate by CAS.
-    fn cas_stats(&self) -> CasStats {
-        CasStats::default()
+    /// Takes the management QPs to Error: requests in flight end with an error.
+    fn break_management(&self) -> Result<(), Error> {
+        self.try_each(&mut |queue| queue.break_off())
     }
 
     /// Registers `look`, which a waiting request calls periodically while its answer is overdue.
-    fn when_idle(&self, look: &WhenIdle);
-
-    /// Passes the memory node's access QPs, by group and lane, after admission: for schemes whose
-    /// requests name them.
-    fn name_access(&self, _peers: Vec<Vec<Qpn>>) {}
-
-    /// Passes the memory node's answer to the admission, before the QPs are connected: for schemes
-    /// that need more than QP numbers.
-    fn admitted(&self, _terms: &ConnectReply) {}
+    fn when_idle(&self, look: &WhenIdle) {
+        self.each_queue(&mut |queue| queue.when_idle(look));
+    }
 
     /// Connects the management QPs with their peers, which are listed in the scheme's order.
-    fn connect(&self, peers: &[PeerAddress]) -> Result<(), Error>;
+    fn connect(&self, peers: &[PeerAddress]) -> Result<(), Error> {
+        let own = self.management().len();
+        if peers.len() != own {
+            return Err(Error::Protocol {
+                attempt: "connecting the management QPs".into(),
+                why: format!("the memory node named {} peers for {own} QPs", peers.len()),
+            });
+        }
+        let mut peers = peers.iter().copied();
+        self.try_each(&mut |queue| {
+            let peer = if queue.is_shared() { None } else { peers.next() };
+            queue.connect(peer)
+        })
+    }
+
+    /// Calls `each` with the management QPs until one fails.
+    fn try_each(
+        &self,
+        each: &mut dyn FnMut(&dyn ManagementQp) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let mut result = Ok(());
+        self.each_queue(&mut |queue| {
+            if result.is_ok() {
+                result = each(queue);
+            }
+        });
+        result
+    }
 }

@@ -7,21 +7,21 @@ use std::time::Duration;
 use rnic::limits::Limits;
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
 use crate::budget::Budget;
 use crate::finemem::layout::Shape;
-use crate::odrp::PAGE_BYTES;
+use crate::info::Scheme;
 use crate::scheme::MAX_GROUP;
+use crate::{Error, schemes};
 
 /// Settings of a memory node.
 ///
 /// ```
-/// use pool::{SchemeKind, Settings};
+/// use pool::{Settings, schemes};
 ///
 /// let settings = Settings {
 ///     donate_bytes: 8 << 20,
 ///     chunk_bytes: 4 << 10,
-///     scheme: SchemeKind::FineMem,
+///     scheme: schemes::FINEMEM,
 ///     ..Settings::default()
 /// };
 /// settings.validate()?;
@@ -49,7 +49,7 @@ pub struct Settings {
     /// (`docs/user/operating.md`). Enforced by the service.
     pub shares_places: bool,
     /// The allocation scheme.
-    pub scheme: SchemeKind,
+    pub scheme: Scheme,
     /// How the CPU is notified of requests, in schemes that use it.
     pub control: ControlMode,
     /// CPU cores that answer requests, in schemes by RPC. More cores than compute nodes have no
@@ -92,7 +92,7 @@ impl Default for Settings {
             groups_max: 64,
             clients_max: 256,
             shares_places: true,
-            scheme: SchemeKind::default(),
+            scheme: schemes::ONESIDEDMW,
             control: ControlMode::default(),
             cores: 1,
             separation: true,
@@ -109,6 +109,9 @@ impl Default for Settings {
 /// Upper bound of the management QPs of a compute node in any scheme.
 const MANAGEMENT_QPS_MAX: u32 = 16;
 
+/// Maximum number of chunks with 24-bit indices, minus one entry that schemes reserve.
+pub const CHUNKS_MAX: u64 = (1 << 24) - 1;
+
 impl Settings {
     /// Minimum chunk size.
     pub const CHUNK_BYTES_MIN: u64 = 512;
@@ -122,11 +125,6 @@ impl Settings {
     pub const CLIENTS_MAX: u32 = 4096;
     /// Maximum number of cores.
     pub const CORES_MAX: u32 = 4096;
-    /// Maximum number of chunks: 24-bit indices, minus one entry that schemes reserve.
-    pub const CHUNKS_MAX: u64 = (1 << 24) - 1;
-    /// Maximum number of chunks in schemes by CAS: a single window of up to 2 GiB covers the
-    /// metadata.
-    pub const CHUNKS_MAX_BY_CAS: u64 = 1 << 26;
 
     /// Number of whole chunks in the donated bytes.
     pub fn chunks(&self) -> u64 {
@@ -151,7 +149,7 @@ impl Settings {
     pub fn kept_bytes(&self) -> usize {
         let chunk = self.chunk_bytes.max(1);
         let total = self.chunks() * chunk;
-        let gives_back = chunk as usize >= rustix::param::page_size() && self.scheme.releases();
+        let gives_back = chunk as usize >= rustix::param::page_size() && self.scheme.clears();
         let kept =
             if gives_back { self.keep_resident_bytes.min(total) / chunk * chunk } else { total };
         kept as usize
@@ -172,10 +170,7 @@ impl Settings {
     /// Checks every setting. The error names the first invalid one.
     pub fn validate(&self) -> Result<(), Error> {
         let chunk = self.chunk_bytes;
-        let chunks_max = match self.scheme.is_by_cas() {
-            true => Self::CHUNKS_MAX_BY_CAS,
-            false => Self::CHUNKS_MAX,
-        };
+        let chunks_max = self.scheme.chunks_max;
         require(
             chunk.is_power_of_two()
                 && (Self::CHUNK_BYTES_MIN..=Self::CHUNK_BYTES_MAX).contains(&chunk),
@@ -200,10 +195,14 @@ impl Settings {
             ),
         )?;
         require(
-            self.scheme != SchemeKind::Odrp || chunk == PAGE_BYTES as u64,
+            self.scheme.chunk_bytes.is_none_or(|only| only == chunk),
             "chunk_bytes",
             chunk,
-            format!("scheme odrp has pages of {PAGE_BYTES} bytes"),
+            format!(
+                "scheme {} has pages of {} bytes",
+                self.scheme,
+                self.scheme.chunk_bytes.unwrap_or(chunk)
+            ),
         )?;
         require(
             (2..=MAX_GROUP as u32).contains(&self.group_size),
@@ -236,7 +235,7 @@ impl Settings {
             format!("must be 1 to {} cores", Self::CORES_MAX),
         )?;
         require(
-            self.cores == 1 || self.scheme.is_by_rpc(),
+            self.cores == 1 || self.scheme.needs_cpu(),
             "cores",
             self.cores,
             format!("the CPU answers no requests in scheme {}; use 1", self.scheme),
@@ -248,7 +247,7 @@ impl Settings {
             "must be 1 ms to one hour",
         )?;
         require(
-            self.separation || self.scheme == SchemeKind::OneSidedMw && !self.budget.is_set(),
+            self.separation || self.scheme == schemes::ONESIDEDMW && !self.budget.is_set(),
             "separation",
             self.separation,
             "only scheme onesidedmw without budgets supports management without separate QPs",
@@ -269,7 +268,7 @@ impl Settings {
             return Ok(());
         }
         require(
-            self.scheme == SchemeKind::OneSidedMw,
+            self.scheme == schemes::ONESIDEDMW,
             "scheme",
             self.scheme,
             "only scheme onesidedmw supports budgets, which use the NIC's counters; \
@@ -299,158 +298,6 @@ fn require(
         return Ok(());
     }
     Err(Error::Setting { setting, value: value.to_string(), why: why.to_string() })
-}
-
-/// An allocation scheme.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum SchemeKind {
-    /// Chains of work requests that the memory node's NIC executes (OneSidedMW).
-    #[default]
-    #[serde(rename = "onesidedmw")]
-    OneSidedMw,
-    /// RPC to the memory node's CPU, which binds type-2 windows (OneSidedMW §2.2.2).
-    #[serde(rename = "rpc-mw-2")]
-    RpcMw2,
-    /// Like `rpc-mw-2` with type-1 windows: one rebind frees and allocates a chunk (OneSidedMW
-    /// §2.2.2). Unsafe: any compute node can guess the 8-bit tag of a key (§2.3).
-    #[serde(rename = "rpc-mw-1")]
-    RpcMw1,
-    /// RPC to the memory node's CPU, which registers a memory region for each allocation
-    /// (OneSidedMW §6).
-    #[serde(rename = "fine-mr")]
-    FineMr,
-    /// RPC to the memory node's CPU, which allocates from coarse regions that it registered in
-    /// advance (OneSidedMW §2.2.1).
-    #[serde(rename = "static-mr")]
-    StaticMr,
-    /// Pages of 4 KiB behind a page table per compute node; a chain of work requests translates
-    /// every access (OneSidedMW §2.2.3).
-    #[serde(rename = "odrp")]
-    Odrp,
-    /// The compute node allocates with CAS on an array of one word per chunk: `finemem` without the
-    /// tree (CXL-SHM's free array, FineMem §6.1).
-    #[serde(rename = "premmap-onesided")]
-    PremmapOneSided,
-    /// RPC to the memory node's CPU, which allocates blocks of several sizes whose windows it bound
-    /// in advance (FineMem §6.1). Windows are of type 1: compute nodes must trust each other not to
-    /// guess keys.
-    #[serde(rename = "premmap-rpc")]
-    PremmapRpc,
-    /// RPC to the memory node's CPU, which registers a memory region for each allocation of any
-    /// size (FineMem §6.1): `fine-mr` with several sizes.
-    #[serde(rename = "ondemand-rpc")]
-    OnDemandRpc,
-    /// The compute node allocates with READ and CAS on a bitmap tree in the memory node. A freed
-    /// block is in quarantine until its key is dead and the block is cleared (FineMem). Windows are
-    /// of type 1; on a NIC without guarded windows, compute nodes must trust each other not to
-    /// guess keys.
-    #[serde(rename = "finemem")]
-    FineMem,
-    /// `finemem` as published (FineMem §4.3), for comparison: a freed block is free at once, under
-    /// a backup key. Unsafe: see [`SchemeKind::unsafe_because`].
-    #[serde(rename = "finemem-paper")]
-    FineMemPaper,
-}
-
-impl SchemeKind {
-    /// All schemes.
-    pub const ALL: &[SchemeKind] = &[
-        SchemeKind::OneSidedMw,
-        SchemeKind::RpcMw2,
-        SchemeKind::RpcMw1,
-        SchemeKind::FineMr,
-        SchemeKind::StaticMr,
-        SchemeKind::Odrp,
-        SchemeKind::FineMem,
-        SchemeKind::FineMemPaper,
-        SchemeKind::PremmapOneSided,
-        SchemeKind::PremmapRpc,
-        SchemeKind::OnDemandRpc,
-    ];
-
-    /// Name of the scheme in reports and on command lines.
-    pub const fn name(self) -> &'static str {
-        match self {
-            SchemeKind::OneSidedMw => "onesidedmw",
-            SchemeKind::RpcMw2 => "rpc-mw-2",
-            SchemeKind::RpcMw1 => "rpc-mw-1",
-            SchemeKind::FineMr => "fine-mr",
-            SchemeKind::StaticMr => "static-mr",
-            SchemeKind::Odrp => "odrp",
-            SchemeKind::FineMem => "finemem",
-            SchemeKind::FineMemPaper => "finemem-paper",
-            SchemeKind::PremmapOneSided => "premmap-onesided",
-            SchemeKind::PremmapRpc => "premmap-rpc",
-            SchemeKind::OnDemandRpc => "ondemand-rpc",
-        }
-    }
-
-    /// The reason why a scheme is unsafe and exists only for comparison; `None` for a safe scheme.
-    /// An unsafe scheme must be selected by name, and `granary serve` prints this reason.
-    pub const fn unsafe_because(self) -> Option<&'static str> {
-        match self {
-            SchemeKind::FineMemPaper => Some(
-                "a freed block is reused while its last owner's key is still valid, and is not \
-                 cleared; keys have 8 secret bits and can be guessed",
-            ),
-            SchemeKind::RpcMw1 | SchemeKind::PremmapOneSided | SchemeKind::PremmapRpc => {
-                Some("keys have 8 secret bits and can be guessed")
-            }
-            _ => None,
-        }
-    }
-
-    /// True if every allocation is an RPC to the memory node's CPU.
-    pub const fn is_by_rpc(self) -> bool {
-        match self {
-            SchemeKind::OneSidedMw
-            | SchemeKind::Odrp
-            | SchemeKind::FineMem
-            | SchemeKind::FineMemPaper
-            | SchemeKind::PremmapOneSided => false,
-            SchemeKind::RpcMw2
-            | SchemeKind::RpcMw1
-            | SchemeKind::FineMr
-            | SchemeKind::StaticMr
-            | SchemeKind::PremmapRpc
-            | SchemeKind::OnDemandRpc => true,
-        }
-    }
-
-    /// True if the compute node itself allocates, with READ and CAS on the memory node's metadata.
-    /// It is trusted with that metadata.
-    pub const fn is_by_cas(self) -> bool {
-        matches!(self, SchemeKind::FineMem | SchemeKind::FineMemPaper | SchemeKind::PremmapOneSided)
-    }
-
-    /// True if the scheme has several block sizes: a power of two times the chunk size.
-    pub const fn has_sizes(self) -> bool {
-        self.is_by_cas() || matches!(self, SchemeKind::PremmapRpc | SchemeKind::OnDemandRpc)
-    }
-
-    /// True if chunks are accessible through windows of type 1, whose 8-bit tags every access QP
-    /// can guess (OneSidedMW §2.3); in `finemem` only on NICs without guarded windows.
-    pub const fn has_type1_windows(self) -> bool {
-        self.is_by_cas() || matches!(self, SchemeKind::RpcMw1 | SchemeKind::PremmapRpc)
-    }
-
-    /// True if the scheme guards its windows on a NIC that supports it: a key is then valid for one
-    /// compute node only.
-    pub const fn is_guarded(self) -> bool {
-        matches!(self, SchemeKind::FineMem)
-    }
-
-    /// True if a chunk is inaccessible to its last owner, and cleared, before it is allocated
-    /// again.
-    pub const fn releases(self) -> bool {
-        !matches!(self, SchemeKind::FineMemPaper)
-    }
-
-    /// True if a free returns before the chunk is released; the chunk is in quarantine until then.
-    pub const fn releases_late(self) -> bool {
-        self.is_by_cas() || matches!(self, SchemeKind::RpcMw1)
-    }
 }
 
 /// How the memory node's CPU is notified of requests.
@@ -501,7 +348,6 @@ macro_rules! named {
     };
 }
 
-named!(SchemeKind, "scheme");
 named!(ControlMode, "control");
 
 #[cfg(test)]
@@ -531,20 +377,20 @@ mod tests {
                 "scheme",
                 Settings {
                     budget: budget(Some(1), fine),
-                    scheme: SchemeKind::RpcMw2,
+                    scheme: schemes::RPC_MW_2,
                     ..Settings::default()
                 },
             ),
             (
                 "separation",
-                Settings { separation: false, scheme: SchemeKind::RpcMw2, ..Settings::default() },
+                Settings { separation: false, scheme: schemes::RPC_MW_2, ..Settings::default() },
             ),
             ("contention_control", Settings { contention_control: false, ..Settings::default() }),
             (
                 "contention_control",
                 Settings {
                     contention_control: false,
-                    scheme: SchemeKind::PremmapRpc,
+                    scheme: schemes::PREMMAP_RPC,
                     ..Settings::default()
                 },
             ),
@@ -572,15 +418,9 @@ mod tests {
     }
 
     #[test]
-    fn names_are_read_back() {
-        for k in SchemeKind::ALL {
-            assert_eq!(k.name().parse::<SchemeKind>().unwrap(), *k);
-            assert_eq!(serde_json::to_string(k).unwrap(), format!("\"{}\"", k.name()));
-        }
+    fn mode_names_are_read_back() {
         for m in ControlMode::ALL {
             assert_eq!(m.to_string().parse::<ControlMode>().unwrap(), *m);
         }
-        let e = "rpc".parse::<SchemeKind>().unwrap_err().to_string();
-        assert!(e.contains("rpc-mw-2"), "{e}");
     }
 }

@@ -8,11 +8,11 @@ use std::sync::Arc;
 use common::{CHUNK, check_whole};
 use pool::finemem::block::Block;
 use pool::finemem::layout::Shape;
-use pool::{EmbeddedNode, Error, Grant, GroupId, Options, Pool, SchemeKind, Settings};
+use pool::{EmbeddedNode, Error, Grant, GroupId, Options, Pool, Scheme, Settings, schemes};
 use verbs::Key;
 
 fn settings(chunks: u64) -> Settings {
-    common::settings(SchemeKind::FineMem, chunks)
+    common::settings(schemes::FINEMEM, chunks)
 }
 
 /// The chunks of a departed compute node are reclaimed, including a block of several sections.
@@ -68,7 +68,7 @@ struct Two {
     thief: Pool,
 }
 
-fn two(scheme: SchemeKind, chunks: u64) -> Two {
+fn two(scheme: Scheme, chunks: u64) -> Two {
     let node = Arc::new(EmbeddedNode::start(&Settings { scheme, ..settings(chunks) }).unwrap());
     let connect = || Pool::embedded_in(&node, Options::default()).unwrap();
     Two { victim: connect(), thief: connect() }
@@ -99,7 +99,7 @@ fn guessed(pool: &Pool, grant: &Grant, chunks: u32, larger: u32, windows: u32) -
 /// compute node.
 #[test]
 fn no_tag_opens_another_compute_nodes_block() {
-    let Two { victim, thief } = two(SchemeKind::FineMem, 32);
+    let Two { victim, thief } = two(schemes::FINEMEM, 32);
     for order in 0..6 {
         let own = victim.allocate_bytes_blocking(CHUNK << order).unwrap();
         victim.write_blocking(&own, 0, b"a secret").unwrap();
@@ -126,7 +126,7 @@ fn no_tag_opens_another_compute_nodes_block() {
 /// No key opens a free block, not even for its last owner.
 #[test]
 fn no_tag_opens_a_free_block() {
-    let Two { victim, thief } = two(SchemeKind::FineMem, 4);
+    let Two { victim, thief } = two(schemes::FINEMEM, 4);
     let own = victim.allocate_blocking().unwrap();
     victim.free_blocking(own).unwrap();
     check_whole(&victim, 4);
@@ -144,7 +144,7 @@ fn no_tag_opens_a_free_block() {
 /// block is not cleared.
 #[test]
 fn published_form_accepts_guessed_and_old_keys() {
-    let Two { victim, thief } = two(SchemeKind::FineMemPaper, 1);
+    let Two { victim, thief } = two(schemes::FINEMEM_PAPER, 1);
     let mut found = [0; 8];
     let mut worked = false;
     for _ in 0..100 {
@@ -182,7 +182,7 @@ fn published_form_accepts_guessed_and_old_keys() {
 /// remedy.
 #[test]
 fn more_blocks_than_windows_are_refused_at_the_start() {
-    for (scheme, windows) in [(SchemeKind::FineMem, 2047), (SchemeKind::FineMemPaper, 4094)] {
+    for (scheme, windows) in [(schemes::FINEMEM, 2047), (schemes::FINEMEM_PAPER, 4094)] {
         let settings = Settings { scheme, nic_windows: Some(4 + 8), ..settings(1024) };
         let refused = Pool::embedded(settings).err().unwrap();
         let says = refused.to_string();

@@ -10,15 +10,15 @@ use common::{CHUNK, check_whole, over_functions, settings};
 use pool::finemem::layout::{Functions, Shape};
 use pool::{
     Address, EmbeddedNode, Endpoint, Error, Grant, GroupId, Lane, Listen, MultiPool, Options,
-    Placement, Pool, Remote, SchemeKind, Service, Settings, Transfer,
+    Placement, Pool, Remote, Scheme, Service, Settings, Transfer, schemes,
 };
 use verbs::Key;
 
-fn by_cas() -> impl Iterator<Item = SchemeKind> {
-    SchemeKind::ALL.iter().copied().filter(|scheme| scheme.is_by_cas())
+fn by_cas() -> impl Iterator<Item = Scheme> {
+    schemes::ALL.iter().copied().filter(|scheme| scheme.is_by_cas())
 }
 
-fn of(scheme: SchemeKind, chunks: u64) -> Settings {
+fn of(scheme: Scheme, chunks: u64) -> Settings {
     over_functions(settings(scheme, chunks))
 }
 
@@ -63,7 +63,7 @@ fn blocks_of_all_sizes_are_at_their_table_addresses() {
 #[test]
 fn batch_reaches_all_functions() {
     let pool = Pool::embedded_in(
-        &Arc::new(EmbeddedNode::start(&of(SchemeKind::FineMem, 30)).unwrap()),
+        &Arc::new(EmbeddedNode::start(&of(schemes::FINEMEM, 30)).unwrap()),
         two_groups(),
     );
     let pool = pool.unwrap();
@@ -90,7 +90,7 @@ fn batch_reaches_all_functions() {
 /// QP.
 #[test]
 fn no_key_opens_a_block_over_another_function() {
-    let node = Arc::new(EmbeddedNode::start(&of(SchemeKind::FineMem, 6)).unwrap());
+    let node = Arc::new(EmbeddedNode::start(&of(schemes::FINEMEM, 6)).unwrap());
     let [owner, thief] = [(); 2].map(|()| Pool::embedded_in(&node, two_groups()).unwrap());
     let functions = owner.welcome().functions as u8;
     let grants: Vec<Grant> = (0..5).map(|_| owner.allocate_blocking().unwrap()).collect();
@@ -134,7 +134,7 @@ fn no_key_opens_a_block_over_another_function() {
     check_whole(&owner, 6);
 }
 
-fn serve(scheme: SchemeKind) -> (Service, Remote) {
+fn serve(scheme: Scheme) -> (Service, Remote) {
     let listen = Listen::to_all("127.0.0.1:0".parse().unwrap());
     let service = Service::start_with(&of(scheme, 24), &Endpoint::Fresh, Some(&listen)).unwrap();
     let to = service.address().unwrap().into();
@@ -177,8 +177,8 @@ fn shm_and_roce_clients_share_all_functions() {
 /// A pool over memory nodes with one and with several functions.
 #[test]
 fn multi_pool_mixes_one_and_several_functions() {
-    let one = Service::start(&settings(SchemeKind::FineMem, 24), &Endpoint::Fresh).unwrap();
-    let (several, remote) = serve(SchemeKind::FineMem);
+    let one = Service::start(&settings(schemes::FINEMEM, 24), &Endpoint::Fresh).unwrap();
+    let (several, remote) = serve(schemes::FINEMEM);
     let addresses = [
         Address::Shm(one.path().to_owned()),
         Address::Shm(several.path().to_owned()),
@@ -213,7 +213,7 @@ fn windows_exceed_the_24_bit_key_index() {
         return; // takes a minute and several gigabytes
     }
     let chunks = 9 << 20;
-    let settings = Settings { nic_windows: None, ..settings(SchemeKind::FineMem, chunks) };
+    let settings = Settings { nic_windows: None, ..settings(schemes::FINEMEM, chunks) };
     let pool = Pool::embedded(settings).unwrap();
     assert_eq!(pool.welcome().functions, 2);
     let first = pool.allocate_blocking().unwrap();

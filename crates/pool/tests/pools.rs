@@ -9,15 +9,15 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use pool::{
-    Address, Endpoint, Error, MultiPool, NodeIndex, Options, PlacedGrant, Placement, SchemeKind,
-    Service, Settings,
+    Address, Endpoint, Error, MultiPool, NodeIndex, Options, PlacedGrant, Placement, Scheme,
+    Service, Settings, schemes,
 };
 
 const CHUNK: u64 = 4096;
 const SERVES: &str = "GRANARY_TEST_SERVES";
 const SCHEME: &str = "GRANARY_TEST_SCHEME";
 
-fn settings(scheme: SchemeKind) -> Settings {
+fn settings(scheme: Scheme) -> Settings {
     Settings {
         donate_bytes: 256 * CHUNK,
         chunk_bytes: CHUNK,
@@ -32,7 +32,7 @@ fn settings(scheme: SchemeKind) -> Settings {
 #[test]
 fn serve_until_killed() {
     let Some(path) = std::env::var_os(SERVES) else { return };
-    let scheme = std::env::var(SCHEME).unwrap().parse().unwrap();
+    let scheme = schemes::find(&std::env::var(SCHEME).unwrap()).unwrap();
     let _service = Service::start(&settings(scheme), &Endpoint::At(PathBuf::from(path))).unwrap();
     println!("\nready");
     loop {
@@ -44,11 +44,11 @@ fn serve_until_killed() {
 struct Node(Child);
 
 impl Node {
-    fn start(path: &Path, scheme: SchemeKind) -> Self {
+    fn start(path: &Path, scheme: Scheme) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "serve_until_killed", "--nocapture"])
             .env(SERVES, path)
-            .env(SCHEME, scheme.name())
+            .env(SCHEME, scheme.name)
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
@@ -124,7 +124,7 @@ fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-fn one_is_killed(scheme: SchemeKind) {
+fn one_is_killed(scheme: Scheme) {
     let directory = tempfile::tempdir().unwrap();
     let paths: Vec<PathBuf> = (0..3).map(|i| directory.path().join(format!("{i}.sock"))).collect();
     let mut nodes: Vec<Option<Node>> =
@@ -180,10 +180,10 @@ fn one_is_killed(scheme: SchemeKind) {
 
 #[test]
 fn other_nodes_continue_after_a_kill_finemem() {
-    one_is_killed(SchemeKind::FineMem);
+    one_is_killed(schemes::FINEMEM);
 }
 
 #[test]
 fn other_nodes_continue_after_a_kill_onesidedmw() {
-    one_is_killed(SchemeKind::OneSidedMw);
+    one_is_killed(schemes::ONESIDEDMW);
 }

@@ -11,7 +11,8 @@ use pool::budget::Budget;
 use pool::protocol::{self, Opening};
 use pool::remote::address::PORT;
 use pool::{
-    Address, Endpoint, Error, Listen, Options, Pool, Remote, SchemeKind, Service, Settings, Token,
+    Address, Endpoint, Error, Listen, Options, Pool, Remote, Scheme, Service, Settings, Token,
+    schemes,
 };
 
 fn settings() -> Settings {
@@ -19,10 +20,10 @@ fn settings() -> Settings {
 }
 
 fn serve(address: &str) -> (Service, Remote) {
-    serve_by(SchemeKind::OneSidedMw, address)
+    serve_by(schemes::ONESIDEDMW, address)
 }
 
-fn serve_by(scheme: SchemeKind, address: &str) -> (Service, Remote) {
+fn serve_by(scheme: Scheme, address: &str) -> (Service, Remote) {
     let listen = Listen::to_all(address.parse().unwrap());
     let settings = Settings { scheme, ..settings() };
     let service = Service::start_with(&settings, &Endpoint::Fresh, Some(&listen)).unwrap();
@@ -37,9 +38,9 @@ fn options() -> Options {
 #[test]
 fn chunks_are_allocated_used_and_freed_over_the_wire() {
     // Another test covers the scheme with access by pages.
-    let all = SchemeKind::ALL.iter().filter(|scheme| **scheme != SchemeKind::Odrp);
+    let all = schemes::ALL.iter().filter(|scheme| **scheme != schemes::ODRP);
     let places = all.map(|scheme| (*scheme, "127.0.0.1:0"));
-    for (scheme, address) in places.chain([(SchemeKind::OneSidedMw, "[::1]:0")]) {
+    for (scheme, address) in places.chain([(schemes::ONESIDEDMW, "[::1]:0")]) {
         let (service, remote) = serve_by(scheme, address);
         let pool = Pool::connect_remote(&remote, options()).unwrap();
         assert_eq!(pool.nic().function().port_name(), "roce");
@@ -52,9 +53,9 @@ fn chunks_are_allocated_used_and_freed_over_the_wire() {
                 let mut zeros = vec![1; 64 << 10];
                 pool.read_blocking(grant, 0, &mut zeros).unwrap();
                 // The published form does not clear.
-                let clears = scheme != SchemeKind::FineMemPaper;
+                let clears = scheme != schemes::FINEMEM_PAPER;
                 let empty = zeros.iter().all(|b| *b == 0);
-                assert!(empty || !clears, "{}, round {round}", scheme.name());
+                assert!(empty || !clears, "{}, round {round}", scheme.name);
                 pool.write_blocking(grant, 0, &data).unwrap();
                 let mut back = vec![0; 64 << 10];
                 pool.read_blocking(grant, 0, &mut back).unwrap();
@@ -162,8 +163,8 @@ fn refused_access_breaks_nothing_else() {
 #[test]
 fn broken_access_qps_are_reestablished_in_every_scheme() {
     // A scheme with access by pages has no keys.
-    for scheme in SchemeKind::ALL.iter().filter(|scheme| **scheme != SchemeKind::Odrp) {
-        let (_service, remote) = serve_by(*scheme, "127.0.0.1:0");
+    for scheme in schemes::ALL.iter().filter(|scheme| **scheme != schemes::ODRP) {
+        let (_service, remote) = serve_by(scheme, "127.0.0.1:0");
         let pool = Pool::connect_remote(&remote, options()).unwrap();
         let grant = pool.allocate_blocking().unwrap();
         let wrong: Vec<Key> = grant.keys().iter().map(|key| Key(key.0 ^ 0x55)).collect();

@@ -3,10 +3,10 @@
 mod common;
 
 use common::{CHUNK, check_whole, settings};
-use pool::{Error, Grant, Pool, SchemeKind};
+use pool::{Error, Grant, Pool, Scheme, schemes};
 
-fn with_sizes() -> impl Iterator<Item = SchemeKind> {
-    SchemeKind::ALL.iter().copied().filter(|scheme| scheme.has_sizes())
+fn with_sizes() -> impl Iterator<Item = Scheme> {
+    schemes::ALL.iter().copied().filter(|scheme| scheme.has_sizes())
 }
 
 #[test]
@@ -19,7 +19,7 @@ fn every_size_up_to_several_sections() {
             assert_eq!(grant.len, bytes, "{scheme}");
             let mut all = vec![1; bytes as usize];
             pool.read_blocking(&grant, 0, &mut all).unwrap();
-            assert!(all.iter().all(|b| *b == 0) || !scheme.releases());
+            assert!(all.iter().all(|b| *b == 0) || !scheme.clears());
             pool.write_blocking(&grant, bytes - 8, b"the last").unwrap();
             let beyond = Grant::new(grant.addr + 8, bytes, grant.entry, grant.group, grant.keys());
             let beyond = beyond.in_function(grant.function);
@@ -40,7 +40,7 @@ fn sizes_share_the_memory() {
     }
 }
 
-fn share_the_memory(scheme: SchemeKind) {
+fn share_the_memory(scheme: Scheme) {
     let chunks = 512;
     let pool = Pool::embedded(settings(scheme, chunks)).unwrap();
     let mut seed = 1u64;
@@ -65,7 +65,7 @@ fn share_the_memory(scheme: SchemeKind) {
         let all = pool.allocate_bytes_blocking(chunks * CHUNK).unwrap();
         let mut bytes = vec![1; all.len as usize];
         pool.read_blocking(&all, 0, &mut bytes).unwrap();
-        let clear = bytes.iter().all(|b| *b == 0) || !scheme.releases();
+        let clear = bytes.iter().all(|b| *b == 0) || !scheme.clears();
         assert!(clear, "the freed data is still there");
         pool.free_blocking(all).unwrap();
     }
@@ -94,7 +94,7 @@ fn fragmented_memory_refuses_a_large_block() {
 
 #[test]
 fn other_schemes_have_one_size() {
-    for scheme in [SchemeKind::OneSidedMw, SchemeKind::RpcMw2, SchemeKind::FineMr] {
+    for scheme in [schemes::ONESIDEDMW, schemes::RPC_MW_2, schemes::FINE_MR] {
         assert!(!scheme.has_sizes());
         let pool = Pool::embedded(settings(scheme, 8)).unwrap();
         let grant = pool.allocate_bytes_blocking(100).unwrap();
@@ -109,7 +109,7 @@ fn other_schemes_have_one_size() {
 /// The cost of allocations is counted in schemes by CAS only.
 #[test]
 fn cas_cost_is_counted() {
-    for scheme in [SchemeKind::PremmapOneSided, SchemeKind::FineMem, SchemeKind::PremmapRpc] {
+    for scheme in [schemes::PREMMAP_ONESIDED, schemes::FINEMEM, schemes::PREMMAP_RPC] {
         let pool = Pool::embedded(settings(scheme, 512)).unwrap();
         for _ in 0..64 {
             pool.allocate_blocking().unwrap();
@@ -120,13 +120,13 @@ fn cas_cost_is_counted() {
         println!("{scheme}: {small:?}, with 64 chunks at once {all:?}");
         assert_eq!(pool.stats().cas_retries, all.cas_retries);
         match scheme {
-            SchemeKind::PremmapOneSided => {
+            schemes::PREMMAP_ONESIDED => {
                 // Each takes a CAS and the READ of the key; a large block takes a CAS per chunk.
                 let counts = (small.allocations, small.round_trips, small.cas, small.cas_retries);
                 assert_eq!(counts, (64, 128, 64, 0));
                 assert_eq!((all.cas - small.cas, all.round_trips - small.round_trips), (64, 65));
             }
-            SchemeKind::FineMem => {
+            schemes::FINEMEM => {
                 assert_eq!(small.allocations, 64);
                 assert!(small.cas >= 64 && small.round_trips >= 128 && small.cas_retries == 0);
                 assert!(
@@ -141,7 +141,7 @@ fn cas_cost_is_counted() {
 
 #[test]
 fn later_client_reads_the_chunks_already_taken() {
-    let settings = settings(SchemeKind::PremmapOneSided, 64);
+    let settings = settings(schemes::PREMMAP_ONESIDED, 64);
     let node = std::sync::Arc::new(pool::EmbeddedNode::start(&settings).unwrap());
     let connect = || Pool::embedded_in(&node, pool::Options::default()).unwrap();
     let (first, second) = (connect(), connect());

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use pool::protocol::{NodeHello, Status};
 use pool::{
     AnyNode, ClientId, ConnectReply, ConnectRequest, ControlPlane, Error, GroupId, Lane,
-    MemoryNode, Options, Pool, SchemeKind, Settings,
+    MemoryNode, Options, Pool, Settings, schemes,
 };
 use rnic::nic::SoftNic;
 use verbs::PeerAddress;
@@ -74,7 +74,7 @@ impl ControlPlane for Mute {
 /// A pool whose requests are never answered, and the number of calls that asked for the reason.
 fn unanswered(open: bool) -> (Pool, Arc<AtomicU32>) {
     let settings = Settings {
-        scheme: SchemeKind::RpcMw2,
+        scheme: schemes::RPC_MW_2,
         donate_bytes: 1 << 20,
         chunk_bytes: 64 << 10,
         ..Settings::default()

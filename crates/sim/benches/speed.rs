@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use pool::scheme::GroupId;
-use pool::{Options, SchemeKind, Settings};
+use pool::{Options, Settings, schemes};
 use sim::{Cluster, ClusterSpec, NodeId, Params, Time, fiber};
 
 /// Clients of one point of the papers' scalability figures: 6 compute nodes of 48 threads.
@@ -33,7 +33,7 @@ fn run(name: &str, reads: u32, rounds: u32) {
         credits: 2,
         groups_max: 1,
         clients_max: CLIENTS,
-        scheme: SchemeKind::OneSidedMw,
+        scheme: schemes::ONESIDEDMW,
         ..Settings::default()
     };
     let spec = ClusterSpec {

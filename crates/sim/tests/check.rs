@@ -3,7 +3,7 @@
 //! `GRANARY_TEST_FULL=1` runs a hundred times as many seeds. To trace a single seed: `granary sim
 //! check --scheme S --seed N --trace`.
 
-use pool::SchemeKind;
+use pool::schemes;
 use sim::check::{self, Case, EventCounts, Invariant};
 
 /// Number of seeds per case.
@@ -35,7 +35,7 @@ fn check_seeds(case: Case) -> EventCounts {
 
 #[test]
 fn onesidedmw() {
-    check_seeds(Case::of(SchemeKind::OneSidedMw));
+    check_seeds(Case::of(schemes::ONESIDEDMW));
 }
 
 #[test]
@@ -50,32 +50,32 @@ fn onesidedmw_without_grouping() {
 
 #[test]
 fn odrp() {
-    check_seeds(Case::of(SchemeKind::Odrp));
+    check_seeds(Case::of(schemes::ODRP));
 }
 
 #[test]
 fn rpc_mw_2() {
-    check_seeds(Case::of(SchemeKind::RpcMw2));
+    check_seeds(Case::of(schemes::RPC_MW_2));
 }
 
 #[test]
 fn rpc_mw_1() {
-    check_seeds(Case::of(SchemeKind::RpcMw1));
+    check_seeds(Case::of(schemes::RPC_MW_1));
 }
 
 #[test]
 fn fine_mr() {
-    check_seeds(Case::of(SchemeKind::FineMr));
+    check_seeds(Case::of(schemes::FINE_MR));
 }
 
 #[test]
 fn static_mr() {
-    check_seeds(Case::of(SchemeKind::StaticMr));
+    check_seeds(Case::of(schemes::STATIC_MR));
 }
 
 #[test]
 fn finemem() {
-    let counts = check_seeds(Case::of(SchemeKind::FineMem));
+    let counts = check_seeds(Case::of(schemes::FINEMEM));
     assert!(counts.aborts > seeds() / 4, "too few aborts of the memory node's background work");
 }
 
@@ -109,7 +109,7 @@ fn access_rights_are_checked_at_the_end() {
 /// only when the next scan was due, and departed clients were reclaimed too late.
 #[test]
 fn aborted_work_is_repaired_at_once() {
-    for (scheme, seed) in [(SchemeKind::FineMem, 1976), (SchemeKind::FineMemPaper, 2245)] {
+    for (scheme, seed) in [(schemes::FINEMEM, 1976), (schemes::FINEMEM_PAPER, 2245)] {
         let outcome = check::run(Case::of(scheme), seed, false);
         assert_eq!(outcome.violation, None);
         assert!(outcome.counts.aborts > 0);
@@ -118,7 +118,7 @@ fn aborted_work_is_repaired_at_once() {
 
 #[test]
 fn finemem_paper() {
-    check_seeds(Case::of(SchemeKind::FineMemPaper));
+    check_seeds(Case::of(schemes::FINEMEM_PAPER));
 }
 
 /// Each function of the memory node's NIC has a third of the chunks' windows. Hostile clients use
@@ -135,17 +135,17 @@ fn finemem_paper_over_functions() {
 
 #[test]
 fn premmap_onesided() {
-    check_seeds(Case::of(SchemeKind::PremmapOneSided));
+    check_seeds(Case::of(schemes::PREMMAP_ONESIDED));
 }
 
 #[test]
 fn premmap_rpc() {
-    check_seeds(Case::of(SchemeKind::PremmapRpc));
+    check_seeds(Case::of(schemes::PREMMAP_RPC));
 }
 
 #[test]
 fn ondemand_rpc() {
-    check_seeds(Case::of(SchemeKind::OnDemandRpc));
+    check_seeds(Case::of(schemes::ONDEMAND_RPC));
 }
 
 /// In `rpc-mw-1` a key is guessed within a few worlds and opens another client's chunk. With type-2
@@ -163,7 +163,7 @@ fn guessed_key_opens_type_1_but_not_type_2_windows() {
 
     let mut guesses = 0;
     for seed in 0..seed + 200 {
-        let outcome = check::run(Case::of(SchemeKind::RpcMw2), seed, false);
+        let outcome = check::run(Case::of(schemes::RPC_MW_2), seed, false);
         assert_eq!(outcome.violation, None, "rpc-mw-2, seed {seed}");
         guesses += outcome.counts.guesses;
     }
@@ -185,7 +185,7 @@ fn late_key_opens_freed_but_not_quarantined_blocks() {
 
     let mut guesses = 0;
     for seed in 0..seed + 200 {
-        let outcome = check::run(Case::of(SchemeKind::FineMem), seed, false);
+        let outcome = check::run(Case::of(schemes::FINEMEM), seed, false);
         assert_eq!(outcome.violation, None, "finemem, seed {seed}");
         guesses += outcome.counts.guesses;
     }
@@ -198,31 +198,31 @@ fn late_key_opens_freed_but_not_quarantined_blocks() {
 fn fixed_defects_stay_fixed() {
     let found = [
         // A bulletin that was written before its client had connected broke the access QP.
-        (SchemeKind::OneSidedMw, 1404),
+        (schemes::ONESIDEDMW, 1404),
         // A chunk whose grant was lost stayed allocated after its owner had re-established the
         // connection.
-        (SchemeKind::RpcMw2, 91),
-        (SchemeKind::RpcMw2, 97),
+        (schemes::RPC_MW_2, 91),
+        (schemes::RPC_MW_2, 97),
         // Bulletins to a client that did not answer for a while left no room for its replies.
-        (SchemeKind::RpcMw2, 1091),
-        (SchemeKind::FineMr, 2557),
+        (schemes::RPC_MW_2, 1091),
+        (schemes::FINE_MR, 2557),
         // A free of a chunk whose window an allocation took over in the same quantum released the
         // chunk twice.
-        (SchemeKind::RpcMw1, 1361),
+        (schemes::RPC_MW_1, 1361),
         // A free that waited for a read continued when its owner was notified, after the page had
         // been taken from it.
-        (SchemeKind::Odrp, 2890),
+        (schemes::ODRP, 2890),
         // The oracle took a QP's planned operation for the executed one, after the QP was
         // reconnected in between.
-        (SchemeKind::Odrp, 2315),
+        (schemes::ODRP, 2315),
         // A fiber that had polled beyond the visible completions never waited.
-        (SchemeKind::OneSidedMw, 0),
+        (schemes::ONESIDEDMW, 0),
         // The wait of one request for its connection consumed the wake-up of another request: a
         // defect of the simulator.
-        (SchemeKind::FineMem, 4301),
+        (schemes::FINEMEM, 4301),
         // A client that searched for lost grants freed again a block that it had already freed,
         // while the block got its new key.
-        (SchemeKind::FineMem, 6921),
+        (schemes::FINEMEM, 6921),
     ];
     for (scheme, seed) in found {
         assert_eq!(

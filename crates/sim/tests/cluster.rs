@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use pool::SchemeKind;
 use pool::scheme::{GroupId, NodeScheme};
 use pool::{Options, Settings};
+use pool::{Scheme, schemes};
 use sim::{Cluster, ClusterSpec, NodeId, Params, Time, fiber};
 
-fn spec(scheme: SchemeKind, clients: u32, cores: u32) -> ClusterSpec {
+fn spec(scheme: Scheme, clients: u32, cores: u32) -> ClusterSpec {
     let settings = Settings {
         donate_bytes: 4 << 20,
         chunk_bytes: 4096,
@@ -33,7 +33,7 @@ fn spec(scheme: SchemeKind, clients: u32, cores: u32) -> ClusterSpec {
 /// Returns the mean latencies of allocate, read and free of `clients` that loop, in virtual
 /// microseconds, and the trace if requested.
 fn loop_of(
-    scheme: SchemeKind,
+    scheme: Scheme,
     clients: u32,
     cores: u32,
     rounds: u32,
@@ -62,7 +62,7 @@ fn loop_of(
                     let granted = hooks.now();
                     fiber::block_on(pool.read(&grant, 0, &mut page)).expect("it is readable");
                     // The published scheme does not clear.
-                    let clears = scheme != SchemeKind::FineMemPaper;
+                    let clears = scheme != schemes::FINEMEM_PAPER;
                     assert!(!clears || page.iter().all(|b| *b == 0), "old contents");
                     let read = hooks.now();
                     fiber::block_on(pool.write(&grant, 0, &[7; 4096])).expect("it is writable");
@@ -88,13 +88,13 @@ fn loop_of(
 
 #[test]
 fn clients_allocate_read_and_free_in_virtual_time() {
-    for scheme in SchemeKind::ALL.iter().copied() {
+    for scheme in schemes::ALL.iter().copied() {
         let (one, _) = loop_of(scheme, 1, 1, 50, false);
         let (many, _) = loop_of(scheme, 24, 1, 50, false);
         println!("{scheme}: 1 client {one:.3?} us, 24 clients {many:.3?} us");
         assert!(one.iter().zip(&many).all(|(a, b)| a <= b), "more clients must not be faster");
         // ODRP assigns a page number without a request to the memory node.
-        let asks = scheme != SchemeKind::Odrp;
+        let asks = scheme != schemes::ODRP;
         assert!((!asks || one[0] > 2.0) && many[0] < 1000.0, "{one:?} {many:?}");
     }
 }
@@ -102,7 +102,7 @@ fn clients_allocate_read_and_free_in_virtual_time() {
 /// Several cores of the memory node serve many clients faster than one core.
 #[test]
 fn more_cores_serve_requests_in_parallel() {
-    for scheme in [SchemeKind::RpcMw1, SchemeKind::RpcMw2] {
+    for scheme in [schemes::RPC_MW_1, schemes::RPC_MW_2] {
         let (one, _) = loop_of(scheme, 12, 1, 30, false);
         let (many, _) = loop_of(scheme, 12, 12, 30, false);
         println!("{scheme}: 12 clients, 1 core {one:.3?} us, 12 cores {many:.3?} us");
@@ -116,7 +116,7 @@ fn more_cores_serve_requests_in_parallel() {
 fn memory_nodes_serve_side_by_side() {
     /// Returns the microseconds that `clients` take to allocate 30 chunks each, alternating over
     /// the memory nodes, and to free them.
-    fn time(scheme: SchemeKind, memory_nodes: u16, clients: u32) -> f64 {
+    fn time(scheme: Scheme, memory_nodes: u16, clients: u32) -> f64 {
         let spec = ClusterSpec { memory_nodes, ..spec(scheme, clients, 1) };
         let mut cluster = Cluster::new(&spec).expect("a cluster");
         let options = Options { groups: Some(1), ..Options::default() };
@@ -147,13 +147,13 @@ fn memory_nodes_serve_side_by_side() {
         assert_eq!(cluster.failure(), None);
         cluster.sim.now().since(began).as_us()
     }
-    for scheme in [SchemeKind::FineMem, SchemeKind::PremmapOneSided, SchemeKind::PremmapRpc] {
+    for scheme in [schemes::FINEMEM, schemes::PREMMAP_ONESIDED, schemes::PREMMAP_RPC] {
         let (one, three) = (time(scheme, 1, 24), time(scheme, 3, 24));
         println!("{scheme}: 24 clients, 1 memory node {one:.1} us, 3 memory nodes {three:.1} us");
         assert!(three < one, "{scheme}: {one} and {three}");
     }
     // The scheme waits for the memory node's CPU, of which three memory nodes have three.
-    let (one, three) = (time(SchemeKind::PremmapRpc, 1, 24), time(SchemeKind::PremmapRpc, 3, 24));
+    let (one, three) = (time(schemes::PREMMAP_RPC, 1, 24), time(schemes::PREMMAP_RPC, 3, 24));
     assert!(2.0 * three < one, "{one} and {three}");
 }
 
@@ -164,7 +164,7 @@ fn slow_client_eventually_gets_a_large_block() {
     const HELD: u32 = 2;
     const BLOCK: u64 = 2 << 20;
     let clients = 32;
-    let mut spec = spec(SchemeKind::FineMem, clients, 1);
+    let mut spec = spec(schemes::FINEMEM, clients, 1);
     spec.settings.donate_bytes = 2 * u64::from(clients * HELD) * BLOCK;
     let mut cluster = Cluster::new(&spec).expect("a cluster");
     let options = Options { groups: Some(1), ..Options::default() };
@@ -192,8 +192,8 @@ fn slow_client_eventually_gets_a_large_block() {
 
 #[test]
 fn the_same_seed_gives_the_same_trace() {
-    let first = loop_of(SchemeKind::OneSidedMw, 3, 1, 4, true).1;
-    let second = loop_of(SchemeKind::OneSidedMw, 3, 1, 4, true).1;
+    let first = loop_of(schemes::ONESIDEDMW, 3, 1, 4, true).1;
+    let second = loop_of(schemes::ONESIDEDMW, 3, 1, 4, true).1;
     assert!(first.lines().count() > 200, "{first}");
     assert_eq!(first, second);
 }
@@ -207,7 +207,7 @@ fn recovery_completes_after_abort_in_any_step() {
     let mut steps = 0;
     loop {
         steps += 1;
-        let mut spec = spec(SchemeKind::FineMem, 4, 1);
+        let mut spec = spec(schemes::FINEMEM, 4, 1);
         spec.settings.donate_bytes = 6144 * 512;
         spec.settings.chunk_bytes = 512;
         let mut cluster = Cluster::new(&spec).expect("a cluster");

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use pool::finemem::Node;
 use pool::remote::route::{Route, Start};
 use pool::scheme::{Metadata, NodeScheme};
-use pool::{ClientId, ConnectRequest, SchemeKind, Settings};
+use pool::{ClientId, ConnectRequest, Settings, schemes};
 
 use crate::bench::{BUFFER, Bench, How, REMOTE_ACCESS, SUCCESS};
 
@@ -45,7 +45,7 @@ struct Chunk {
 /// the next allocation.
 pub fn chunks(bench: &mut Bench, how: How) -> Result<()> {
     let settings = Settings {
-        scheme: SchemeKind::FineMem,
+        scheme: schemes::FINEMEM,
         donate_bytes: CHUNKS as u64 * CHUNK_BYTES,
         chunk_bytes: CHUNK_BYTES,
         group_size: 2,

@@ -1,6 +1,6 @@
 //! READ latency over the number of the memory node's QPs that carry chains (OneSidedMW §3.2).
 
-use pool::SchemeKind;
+use pool::schemes;
 
 use super::load::{Load, Work};
 use super::results::Results;
@@ -35,7 +35,7 @@ pub fn run(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
     let mut none_us = 0.0;
     for &queues in queues(run.extent) {
         // Zero chains: a scheme without chains. The access is the same READ.
-        let scheme = if queues == 0 { SchemeKind::StaticMr } else { SchemeKind::OneSidedMw };
+        let scheme = if queues == 0 { schemes::STATIC_MR } else { schemes::ONESIDEDMW };
         let idle = (queues / PER_CONNECTION).saturating_sub(1);
         let work = Work::Access { pause_us: 0.0 };
         let load = Load { idle, ..Load::new(scheme, work, run.rounds(ROUNDS)) };
@@ -44,7 +44,7 @@ pub fn run(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
         if queues == 0 {
             none_us = us;
         }
-        let setting = run.setting(scheme.name()).with("chain_queues", u64::from(queues));
+        let setting = run.setting(scheme.name).with("chain_queues", u64::from(queues));
         let record = results.record(&setting, "read_latency_us", Unit::Us);
         let record = record.value(statistic, us);
         results.add(format!("READ of 4 KiB, {queues} QPs with chains, {statistic}"), record);

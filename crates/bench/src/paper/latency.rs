@@ -1,7 +1,7 @@
 //! Latency of allocation and of access with 1 and 24 threads on one compute node (OneSidedMW §6.3,
 //! figure 10).
 
-use pool::SchemeKind;
+use pool::{Scheme, schemes};
 
 use super::load::{ACCESS_BYTES, Load, Work};
 use super::measure::Outcome;
@@ -21,7 +21,7 @@ pub struct Contender {
     /// Name in tables and pictures.
     pub name: &'static str,
     /// Allocation scheme.
-    pub scheme: SchemeKind,
+    pub scheme: Scheme,
     /// Bytes of a chunk.
     pub chunk_bytes: u64,
 }
@@ -30,13 +30,13 @@ const PAGE: u64 = ACCESS_BYTES;
 
 /// The schemes of figure 10(b) and of the paper's other figures.
 pub const ALLOCATORS: &[Contender] = &[
-    Contender { name: "onesidedmw", scheme: SchemeKind::OneSidedMw, chunk_bytes: PAGE },
-    Contender { name: "rpc-mw-1", scheme: SchemeKind::RpcMw1, chunk_bytes: PAGE },
-    Contender { name: "rpc-mw-2", scheme: SchemeKind::RpcMw2, chunk_bytes: PAGE },
-    Contender { name: "odrp", scheme: SchemeKind::Odrp, chunk_bytes: PAGE },
-    Contender { name: "fine-mr 1 MB", scheme: SchemeKind::FineMr, chunk_bytes: 1 << 20 },
-    Contender { name: "fine-mr 4 MB", scheme: SchemeKind::FineMr, chunk_bytes: 4 << 20 },
-    Contender { name: "static-mr 16 MB", scheme: SchemeKind::StaticMr, chunk_bytes: 16 << 20 },
+    Contender { name: "onesidedmw", scheme: schemes::ONESIDEDMW, chunk_bytes: PAGE },
+    Contender { name: "rpc-mw-1", scheme: schemes::RPC_MW_1, chunk_bytes: PAGE },
+    Contender { name: "rpc-mw-2", scheme: schemes::RPC_MW_2, chunk_bytes: PAGE },
+    Contender { name: "odrp", scheme: schemes::ODRP, chunk_bytes: PAGE },
+    Contender { name: "fine-mr 1 MB", scheme: schemes::FINE_MR, chunk_bytes: 1 << 20 },
+    Contender { name: "fine-mr 4 MB", scheme: schemes::FINE_MR, chunk_bytes: 4 << 20 },
+    Contender { name: "static-mr 16 MB", scheme: schemes::STATIC_MR, chunk_bytes: 16 << 20 },
 ];
 
 /// Measured rounds of each thread.
@@ -126,24 +126,24 @@ fn add_allocation(
 pub struct Accessor {
     /// Name in tables and pictures.
     pub name: &'static str,
-    scheme: SchemeKind,
+    scheme: Scheme,
     /// All threads share one connection, and so its management QPs.
     shared: bool,
     /// The scheme uses separate QPs for management.
     separation: bool,
 }
 
-const fn accessor(name: &'static str, scheme: SchemeKind) -> Accessor {
+const fn accessor(name: &'static str, scheme: Scheme) -> Accessor {
     Accessor { name, scheme, shared: false, separation: true }
 }
 
 /// Figure 10(a).
 pub const ACCESSORS: &[Accessor] = &[
-    accessor("one-sided", SchemeKind::StaticMr),
-    accessor("rpc-mw-2", SchemeKind::RpcMw2),
-    accessor("odrp", SchemeKind::Odrp),
-    Accessor { separation: false, ..accessor("onesidedmw", SchemeKind::OneSidedMw) },
-    Accessor { shared: true, ..accessor("onesidedmw (+Sep)", SchemeKind::OneSidedMw) },
+    accessor("one-sided", schemes::STATIC_MR),
+    accessor("rpc-mw-2", schemes::RPC_MW_2),
+    accessor("odrp", schemes::ODRP),
+    Accessor { separation: false, ..accessor("onesidedmw", schemes::ONESIDEDMW) },
+    Accessor { shared: true, ..accessor("onesidedmw (+Sep)", schemes::ONESIDEDMW) },
 ];
 
 /// Mean pause in microseconds between two accesses of a thread. The paper's threads allocate
@@ -174,7 +174,7 @@ pub fn access(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
             let work = Work::Access { pause_us: pause_us(threads) };
             let rounds = run.rounds(2 * ROUNDS);
             let (shared, separation) = (*shared, *separation);
-            let load = Load { threads, shared, separation, ..Load::new(*scheme, work, rounds) };
+            let load = Load { threads, shared, separation, ..Load::new(scheme, work, rounds) };
             let outcome = run.load(&format!("{name}, {threads} threads"), &load)?;
             let setting = run.setting(name).with("threads", u64::from(threads));
             let builder = results.record(&setting, "access_latency_us", Unit::Us);
@@ -207,7 +207,7 @@ fn access_between_allocations(
     threads: u32,
 ) -> Result<(), Error> {
     let mut latencies = Vec::new();
-    for (name, scheme) in [("one-sided", SchemeKind::RpcMw2), ("odrp", SchemeKind::Odrp)] {
+    for (name, scheme) in [("one-sided", schemes::RPC_MW_2), ("odrp", schemes::ODRP)] {
         let rounds = run.rounds(ROUNDS);
         let load = Load { threads, ..Load::new(scheme, Work::AllocateAccess, rounds) };
         let outcome = run.load(&format!("{name}, {threads} threads"), &load)?;
@@ -239,7 +239,7 @@ fn access_between_allocations(
 fn back_to_back(run: &Run<'_>, results: &mut Results, threads: u32) -> Result<(), Error> {
     let rounds = run.rounds(2 * ROUNDS);
     let work = Work::Access { pause_us: 0.0 };
-    let load = Load { threads, ..Load::new(SchemeKind::StaticMr, work, rounds) };
+    let load = Load { threads, ..Load::new(schemes::STATIC_MR, work, rounds) };
     let outcome = run.load(&format!("back to back, {threads} threads"), &load)?;
     let setting: Setting = run.setting("one-sided");
     let setting = setting.with("threads", u64::from(threads)).with("pause", false);

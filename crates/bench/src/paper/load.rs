@@ -2,7 +2,8 @@
 //!
 //! The loop is the same code under virtual time and on a clock; the two differ in their [`Thread`].
 
-use pool::{Options, SchemeKind, Settings};
+use pool::info::AccessKind;
+use pool::{Options, Scheme, Settings};
 
 use super::churn::{self, Churn};
 use super::measure::{Outcome, Thread};
@@ -42,7 +43,7 @@ pub enum Work {
 #[derive(Clone, Debug)]
 pub struct Load {
     /// The scheme.
-    pub scheme: SchemeKind,
+    pub scheme: Scheme,
     /// Bytes of a chunk.
     pub chunk_bytes: u64,
     /// Cores of the memory node's CPU.
@@ -71,7 +72,7 @@ pub struct Load {
 
 impl Load {
     /// A load of one thread on one compute node with 4 KiB chunks.
-    pub fn new(scheme: SchemeKind, work: Work, rounds: u32) -> Self {
+    pub fn new(scheme: Scheme, work: Work, rounds: u32) -> Self {
         Self {
             scheme,
             chunk_bytes: ACCESS_BYTES,
@@ -156,7 +157,7 @@ pub fn run<T: Thread>(thread: &T, load: &Load, mut rng: Random) -> Result<Outcom
     let blank = vec![0; ACCESS_BYTES as usize];
     let allocate = || {
         let grant = thread.wait(pool.allocate_in(thread.group()))?;
-        if load.scheme == SchemeKind::Odrp {
+        if load.scheme.access == AccessKind::Pages {
             // Odrp allocates the page at its first write: the paper's AllocWrite.
             thread.wait(pool.write(&grant, 0, &blank))?;
         }

@@ -2,7 +2,7 @@
 //! compute nodes. This is the form of the paper's scalability figure (OneSidedMW §6.1.2), whose
 //! workload is a key-value store.
 
-use pool::SchemeKind;
+use pool::{Scheme, schemes};
 
 use super::load::{ACCESS_BYTES, Load, Work};
 use super::results::Results;
@@ -27,7 +27,7 @@ const ROUNDS_MIN: u32 = 40;
 pub struct Contender {
     /// Name in tables and pictures.
     pub name: &'static str,
-    scheme: SchemeKind,
+    scheme: Scheme,
     chunk_bytes: u64,
     cores: u32,
 }
@@ -35,18 +35,18 @@ pub struct Contender {
 /// Cores of the paper's memory node (§6): the upper limit of its "unlimited" cores.
 const ALL_CORES: u32 = 24;
 
-const fn of(name: &'static str, scheme: SchemeKind, cores: u32) -> Contender {
+const fn of(name: &'static str, scheme: Scheme, cores: u32) -> Contender {
     Contender { name, scheme, chunk_bytes: ACCESS_BYTES, cores }
 }
 
 /// The schemes.
 pub const CONTENDERS: &[Contender] = &[
-    of("onesidedmw", SchemeKind::OneSidedMw, 1),
-    of("rpc-mw-2", SchemeKind::RpcMw2, 1),
-    of("rpc-mw-2, 24 cores", SchemeKind::RpcMw2, ALL_CORES),
-    of("rpc-mw-1", SchemeKind::RpcMw1, 1),
-    of("odrp", SchemeKind::Odrp, 1),
-    Contender { name: "fine-mr 1 MB", scheme: SchemeKind::FineMr, chunk_bytes: 1 << 20, cores: 1 },
+    of("onesidedmw", schemes::ONESIDEDMW, 1),
+    of("rpc-mw-2", schemes::RPC_MW_2, 1),
+    of("rpc-mw-2, 24 cores", schemes::RPC_MW_2, ALL_CORES),
+    of("rpc-mw-1", schemes::RPC_MW_1, 1),
+    of("odrp", schemes::ODRP, 1),
+    Contender { name: "fine-mr 1 MB", scheme: schemes::FINE_MR, chunk_bytes: 1 << 20, cores: 1 },
 ];
 
 fn clients(run: &Run<'_>) -> &'static [u32] {
@@ -82,7 +82,7 @@ pub fn run(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
                 cores: *cores,
                 compute_nodes: NODES,
                 threads: clients,
-                ..Load::new(*scheme, Work::AllocateFree, run.rounds(rounds))
+                ..Load::new(scheme, Work::AllocateFree, run.rounds(rounds))
             };
             let outcome = run.load(&format!("{name}, {clients} clients"), &load)?;
             let setting = run.setting(name).clients(clients.into());

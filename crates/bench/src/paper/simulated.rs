@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use pool::scheme::GroupId;
-use pool::{Options, Pool, SchemeKind};
+use pool::{Options, Pool, schemes};
 use sim::{Cluster, ClusterSpec, NodeId, Params, SimHooks, SimNic, Time, fiber};
 
 use super::barrier::{self, BarrierMember};
@@ -134,7 +134,7 @@ impl Testbed for SimulatedCluster {
     }
 
     fn verbs(&self, sizes: &[u64], rounds: u32) -> Result<VerbTimes, Error> {
-        let mut cluster = self.cluster(&Load::new(SchemeKind::StaticMr, Work::AllocateFree, 1))?;
+        let mut cluster = self.cluster(&Load::new(schemes::STATIC_MR, Work::AllocateFree, 1))?;
         let (nic, sizes) = (cluster.nic().clone(), sizes.to_vec());
         let times = Rc::new(RefCell::new(None));
         let written = times.clone();

@@ -285,7 +285,7 @@ impl Allocations {
     }
 
     fn records(&self, settings: &Settings) -> Vec<Record> {
-        let setting = Setting::new().scheme(settings.scheme.name()).nic("shm").clients(1);
+        let setting = Setting::new().scheme(settings.scheme.name).nic("shm").clients(1);
         let setting = setting.size(settings.chunk_bytes).in_flight(1);
         let record = |metric: &str| Record::of(EXPERIMENT, &setting, metric, Unit::Us);
         let mut records = self.outcome.allocate.records(&record("alloc_latency_us"));

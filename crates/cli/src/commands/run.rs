@@ -10,7 +10,7 @@ use pager::config::Config;
 use pager::run::RunDirectory;
 use pager::stats::Summary;
 use pool::protocol::Status;
-use pool::{Address, SchemeKind, Settings};
+use pool::{Address, Scheme, Settings, schemes};
 use units::Size;
 
 use crate::log::{Log, LogLevel};
@@ -40,8 +40,13 @@ pub struct Run {
     pool: Option<PoolAddress>,
 
     /// Allocation scheme of the private memory node, as in granary serve
-    #[arg(long, value_name = "SCHEME", default_value_t = SchemeKind::OneSidedMw)]
-    scheme: SchemeKind,
+    #[arg(
+        long,
+        value_name = "SCHEME",
+        default_value_t = schemes::ONESIDEDMW,
+        value_parser = schemes::find
+    )]
+    scheme: Scheme,
 
     #[command(flatten)]
     token: TokenFile,

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use metrics::server::Server;
-use pool::{Address, Budget, ControlMode, Endpoint, Listen, SchemeKind, Service, Settings, Token};
+use pool::{
+    Address, Budget, ControlMode, Endpoint, Listen, Scheme, Service, Settings, Token, schemes,
+};
 use serde::Serialize;
 use units::Size;
 use units::number::thousands;
@@ -71,8 +73,8 @@ pub struct Serve {
     /// access); rpc-mw-2, fine-mr, static-mr, ondemand-rpc (the memory node's CPU allocates on
     /// request); and, unsafe, finemem-paper (finemem as published), premmap-onesided (the compute
     /// node allocates from an array), rpc-mw-1, premmap-rpc. See docs/user/choosing.md
-    #[arg(long, default_value_t)]
-    scheme: SchemeKind,
+    #[arg(long, default_value_t = schemes::ONESIDEDMW, value_parser = schemes::find)]
+    scheme: Scheme,
 
     /// How the control thread waits for requests in RPC schemes: event or polling
     #[arg(long, default_value_t)]
@@ -334,7 +336,11 @@ fn describe_ready(ready: &Ready) -> String {
     let Ready { pool, scheme, control, group_size, credits, .. } = ready;
     let remote = ready.remote.as_ref().map_or(String::new(), |r| format!("\nremote    {r}"));
     let metrics = ready.metrics.as_ref().map_or(String::new(), |url| format!("\nmetrics   {url}"));
-    let waits = if scheme.needs_cpu() { format!(", control {control}") } else { String::new() };
+    let waits = if schemes::find(scheme).is_ok_and(|scheme| scheme.needs_cpu()) {
+        format!(", control {control}")
+    } else {
+        String::new()
+    };
     format!(
         "serving {} in {} chunks of {}\n\
          pool      {pool}{remote}{metrics}\n\

@@ -10,6 +10,7 @@ use verbs::{
 
 use super::program::{PAIR, STAGING_BYTES, Wiring};
 use crate::Error;
+use crate::client_table::PeerQp;
 use crate::scheme::ClientId;
 
 /// The queues for one request kind of one client: the front QP, the worker and its loopback peer.
@@ -171,6 +172,11 @@ impl<N: DirectNic> ChainQueues<N> {
             executed: 0,
             stopped: None,
         })
+    }
+
+    /// The front QP as an access QP, in a scheme whose access QPs carry requests.
+    pub fn access_qp(&self) -> PeerQp<N> {
+        PeerQp { qp: self.front.clone(), peer: self.front_peer }
     }
 
     /// The queues in the form that the chain writers need.

@@ -9,8 +9,7 @@ use super::detached::Detached;
 use super::operation::{HeldMemory, Operation};
 use super::{Buffer, Inner, Pool, Transfer};
 use crate::Error;
-use crate::odrp::PAGE_BYTES;
-use crate::scheme::{Grant, Lane, PageScheme};
+use crate::scheme::{Access, Grant, Lane};
 
 /// The lane of synchronous operations.
 const SYNC: Lane = Lane(0);
@@ -20,7 +19,7 @@ impl<N: Nic> Pool<N> {
     pub async fn read(&self, grant: &Grant, offset: u64, into: &mut [u8]) -> Result<(), Error> {
         let inner = &*self.inner;
         inner.check(grant, "read", offset, into.len())?;
-        if inner.scheme.pages().is_some() {
+        if inner.page_bytes.is_some() {
             return self.read_page(grant, offset, into).await;
         }
         for (at, part) in parts_mut(offset, into) {
@@ -35,7 +34,7 @@ impl<N: Nic> Pool<N> {
     pub fn read_blocking(&self, grant: &Grant, offset: u64, into: &mut [u8]) -> Result<(), Error> {
         let inner = &*self.inner;
         inner.check(grant, "read", offset, into.len())?;
-        if inner.scheme.pages().is_some() {
+        if inner.page_bytes.is_some() {
             return block_on(self.read_page(grant, offset, into));
         }
         for (at, part) in parts_mut(offset, into) {
@@ -50,7 +49,7 @@ impl<N: Nic> Pool<N> {
     pub async fn write(&self, grant: &Grant, offset: u64, from: &[u8]) -> Result<(), Error> {
         let inner = &*self.inner;
         inner.check(grant, "write", offset, from.len())?;
-        if inner.scheme.pages().is_some() {
+        if inner.page_bytes.is_some() {
             return self.write_page(grant, offset, from).await;
         }
         for (at, part) in parts(offset, from) {
@@ -63,7 +62,7 @@ impl<N: Nic> Pool<N> {
     pub fn write_blocking(&self, grant: &Grant, offset: u64, from: &[u8]) -> Result<(), Error> {
         let inner = &*self.inner;
         inner.check(grant, "write", offset, from.len())?;
-        if inner.scheme.pages().is_some() {
+        if inner.page_bytes.is_some() {
             return block_on(self.write_page(grant, offset, from));
         }
         for (at, part) in parts(offset, from) {
@@ -75,11 +74,14 @@ impl<N: Nic> Pool<N> {
     /// Reads a page, in schemes with access by pages. Runs to completion even if dropped.
     #[cold]
     async fn read_page(&self, grant: &Grant, offset: u64, into: &mut [u8]) -> Result<(), Error> {
-        whole_page("read", offset, into.len())?;
+        let page_bytes = into.len();
+        self.inner.check_whole_page("read", offset, page_bytes)?;
         let (inner, grant) = (self.inner.clone(), *grant);
         let read = async move {
-            let mut page = vec![0; PAGE_BYTES];
-            let pages = inner.scheme.pages().expect("access is by pages");
+            let mut page = vec![0; page_bytes];
+            let Access::Paged(pages) = inner.scheme.access() else {
+                unreachable!("access is by pages")
+            };
             pages.read_page(&grant, &mut page).await?;
             inner.group(grant.group).counts.add_page(false);
             Ok::<_, Error>(page)
@@ -91,10 +93,12 @@ impl<N: Nic> Pool<N> {
     /// Writes a page, in schemes with access by pages. Runs to completion even if dropped.
     #[cold]
     async fn write_page(&self, grant: &Grant, offset: u64, from: &[u8]) -> Result<(), Error> {
-        whole_page("write", offset, from.len())?;
+        self.inner.check_whole_page("write", offset, from.len())?;
         let (inner, grant, page) = (self.inner.clone(), *grant, from.to_vec());
         let write = async move {
-            let pages = inner.scheme.pages().expect("access is by pages");
+            let Access::Paged(pages) = inner.scheme.access() else {
+                unreachable!("access is by pages")
+            };
             pages.write_page(&grant, &page).await?;
             inner.group(grant.group).counts.add_page(true);
             Ok::<_, Error>(())
@@ -194,16 +198,31 @@ impl<N: Nic> Inner<N> {
     /// Fails if access is by pages, because grants then have no keys for one-sided access.
     #[inline]
     fn check_one_sided(&self, op: &'static str) -> Result<(), Error> {
-        match self.scheme.pages() {
+        match self.page_bytes {
             None => Ok(()),
             Some(_) => Err(Error::Setting {
                 setting: "scheme",
-                value: self.welcome.scheme.name().into(),
+                value: self.welcome.scheme.clone(),
                 why: format!(
                     "it has no one-sided {op}; read and write whole pages with `read` and `write`"
                 ),
             }),
         }
+    }
+
+    fn check_whole_page(&self, op: &'static str, offset: u64, len: usize) -> Result<(), Error> {
+        let page = self.page_bytes.unwrap_or_default();
+        if (offset, len) == (0, page) {
+            return Ok(());
+        }
+        Err(Error::Setting {
+            setting: "offset",
+            value: offset.to_string(),
+            why: format!(
+                "{len} bytes requested: this scheme supports only a {op} of {page} bytes at \
+                 offset 0"
+            ),
+        })
     }
 
     pub(super) fn read_work(
@@ -295,20 +314,6 @@ impl<N: Nic> Inner<N> {
 /// Maximum length of a slice that is copied into the request. Above it, a copy through registered
 /// memory costs less than the additional blocks of the send queue.
 const INLINE_MAX: usize = 128;
-
-fn whole_page(op: &'static str, offset: u64, len: usize) -> Result<(), Error> {
-    if (offset, len) == (0, PAGE_BYTES) {
-        return Ok(());
-    }
-    Err(Error::Setting {
-        setting: "offset",
-        value: offset.to_string(),
-        why: format!(
-            "{len} bytes requested: this scheme supports only a {op} of {PAGE_BYTES} bytes at \
-             offset 0"
-        ),
-    })
-}
 
 fn remote(grant: &Grant, offset: u64, lane: Lane) -> Remote {
     Remote { addr: grant.addr + offset, rkey: grant.key(lane) }

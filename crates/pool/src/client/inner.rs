@@ -16,16 +16,18 @@ use super::control::ControlPlane;
 use super::embedded::EmbeddedNode;
 use super::operation::{HeldMemory, TRIES};
 use crate::protocol::NodeHello;
-use crate::registry::AnyClient;
 use crate::remote::route::sibling_peer;
 use crate::scheme::{ClientScheme, ConnectReply, ConnectionEpoch, Grant, GroupId};
-use crate::{Error, Remote};
+use crate::{Error, Remote, Scheme};
 
 /// State that all clones of a [`Pool`](super::Pool) share.
 pub(super) struct Inner<N: Nic> {
     pub(super) nic: N,
     pub(super) pd: N::Pd,
-    pub(super) scheme: AnyClient<N>,
+    pub(super) scheme: Box<dyn ClientScheme>,
+    /// Bytes of a page, in a scheme with access by pages.
+    pub(super) page_bytes: Option<usize>,
+    pub(super) info: Scheme,
     pub(super) groups: Vec<Group<N>>,
     pub(super) bounce: Arc<Bounce<N>>,
     pub(super) bulletin: N::Mr,
@@ -101,8 +103,7 @@ impl<N: Nic> Inner<N> {
                 access_qp.connect(self.control.peer(peer.raw()))?;
             }
         }
-        self.scheme.name_access(peers);
-        self.scheme.admitted(&self.terms);
+        self.scheme.accept(&self.terms)?;
         let peers: Vec<_> = terms.management.iter().map(|q| self.control.peer(*q)).collect();
         self.scheme.connect(&peers)
     }
@@ -183,7 +184,7 @@ impl<N: Nic> Inner<N> {
     async fn recover_request(&self) -> Result<(), Error> {
         for _ in 0..RECALLS {
             self.repair_management()?;
-            if self.scheme.recall().await.is_ok() {
+            if self.scheme.settle().await.is_ok() {
                 break;
             }
         }

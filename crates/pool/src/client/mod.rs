@@ -41,13 +41,12 @@ use self::detached::Detached;
 use self::embedded::LocalControl;
 use self::inner::{Inner, Origin};
 use crate::protocol::{NodeHello, Status};
-use crate::registry::AnyClient;
+use crate::registry;
 use crate::remote::RoceEnd;
 use crate::scheme::{
-    CasStats, ClientScheme, ConnectRequest, ConnectionEpoch, Grant, GroupId, QPS_MAX, WhenIdle,
-    bulletin,
+    CasStats, ConnectRequest, ConnectionEpoch, Grant, GroupId, QPS_MAX, WhenIdle, bulletin,
 };
-use crate::{Error, Remote, Settings};
+use crate::{Error, Remote, Scheme, Settings, schemes};
 use units::cpus::cores;
 
 /// Options of a compute node's connection.
@@ -227,9 +226,14 @@ impl<N: Nic> Pool<N> {
         let groups = (0..groups)
             .map(|g| Group::new(&nic, &pd, GroupId(g), lanes, options.send_blocks, receives))
             .collect::<Result<Vec<_>, _>>()?;
-        let scheme = AnyClient::new(&nic, &pd, &welcome)?;
-        let lent = |g: &Group<N>| (g.qps[0].qp().clone(), g.completer.clone());
-        scheme.share_access_qps(&nic, &pd, welcome.credits, groups.iter().map(lent).collect())?;
+        let info = schemes::find(&welcome.scheme)?;
+        let first = |g: &Group<N>| (g.qps[0].qp().clone(), g.completer.clone());
+        let access: Vec<_> = groups.iter().map(first).collect();
+        let scheme = registry::client(&nic, &pd, &welcome, &access)?;
+        let page_bytes = match scheme.access() {
+            crate::scheme::Access::OneSided => None,
+            crate::scheme::Access::Paged(pages) => Some(pages.page_bytes()),
+        };
         let memory = nic.alloc_dma(bulletin::BYTES)?;
         let bulletin = nic.reg_mr(&pd, &memory, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
         let at = bulletin.remote(0);
@@ -251,6 +255,8 @@ impl<N: Nic> Pool<N> {
             groups,
             bulletin,
             seen_empty: AtomicU32::new(0),
+            info,
+            page_bytes,
             connection: ConnectionEpoch { incarnation: welcome.incarnation, client: terms.client },
             terms,
             welcome,
@@ -298,6 +304,11 @@ impl<N: Nic> Pool<N> {
         &self.inner.welcome
     }
 
+    /// The memory node's scheme.
+    pub fn scheme(&self) -> Scheme {
+        self.inner.info
+    }
+
     /// The NIC that this pool uses.
     pub fn nic(&self) -> &N {
         &self.inner.nic
@@ -335,7 +346,7 @@ impl<N: Nic> Pool<N> {
 
     /// Allocates at least `bytes` for the current core's group, like [`Pool::allocate`]; the grant
     /// has the actual length. Schemes with sizes
-    /// ([`SchemeKind::has_sizes`](crate::SchemeKind::has_sizes)) have blocks of a power of two of
+    /// ([`Scheme::has_sizes`](crate::Scheme::has_sizes)) have blocks of a power of two of
     /// chunks, up to the pool's size and 2 GiB. Other schemes return an error if `bytes` exceeds a
     /// chunk.
     pub async fn allocate_bytes(&self, bytes: u64) -> Result<Grant, Error> {
@@ -411,13 +422,13 @@ impl<N: Nic> Pool<N> {
 
     /// Round trips and CASes of its allocations, in schemes by CAS.
     pub fn cas_stats(&self) -> CasStats {
-        self.inner.scheme.cas_stats()
+        CasStats::from(&*self.inner.scheme.counters())
     }
 
     /// Counters of this pool.
     pub fn stats(&self) -> PoolStats {
         let inner = &*self.inner;
-        let effort = inner.scheme.cas_stats();
+        let effort = CasStats::from(&*inner.scheme.counters());
         let mut stats = PoolStats {
             cas_retries: effort.cas_retries,
             cas_retries_max: effort.cas_retries_max,

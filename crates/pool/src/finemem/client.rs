@@ -10,11 +10,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
-use verbs::completion::{Completer, Pending};
-use verbs::{
-    Access, Completion, CqAttr, Key, MemoryRegion, Nic, Op, PeerAddress, QpAttr, QpChange, QpState,
-    Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
-};
+use verbs::{Access, Key, MemoryRegion, Nic, Op, Remote, Status, WorkRequest};
 
 use super::effort::{AttemptCost, EffortCounts};
 use super::header::User;
@@ -24,12 +20,13 @@ use super::map::Map;
 use super::release::Release;
 use super::tree::{BATCH, Verbs};
 use crate::Error;
+use crate::Scheme;
 use crate::credits::{Credit, Credits};
 use crate::protocol::NodeHello;
+use crate::request_queue::{ManagementQp, RequestQueue, RequestQueueAttr};
 use crate::scheme::{
-    CasStats, ClientScheme, ConnectReply, Grant, GroupId, MAX_GROUP, WhenIdle, too_large,
+    Answer, ClientScheme, ConnectReply, Counter, Grant, GroupId, MAX_GROUP, too_large,
 };
-use crate::settings::SchemeKind;
 
 /// Bytes for the results of the verbs of a request in flight.
 const SLOT_BYTES: usize = 8 * BATCH;
@@ -41,15 +38,13 @@ const SCAN_REQUESTS_MAX: u32 = 64;
 
 /// The scheme's client on the NIC `N`.
 pub struct Client<N: Nic> {
-    qp: N::Qp,
-    completer: Completer<N::Cq>,
+    queue: RequestQueue<N>,
     /// Buffer for the results of verbs: a slot for each request in flight.
     scratch: N::Mr,
     /// Buffer for the answer to a scan request.
     answers: N::Mr,
-    credits: Credits,
     in_flight: u32,
-    scheme: SchemeKind,
+    scheme: Scheme,
     chunk_bytes: u64,
     contention_control: bool,
     /// Functions of the memory node's NIC that have windows.
@@ -57,9 +52,6 @@ pub struct Client<N: Nic> {
     lanes: usize,
     /// Held while requesting a scan or resolving doubts.
     alone: Credits,
-    order: Mutex<()>,
-    /// False while the QP is in Reset. Changes under `order`.
-    open: AtomicBool,
     admitted: OnceLock<Terms>,
     /// Blocks granted to this client, with their capabilities at that time.
     held: Mutex<HashMap<u32, Capability>>,
@@ -81,38 +73,33 @@ struct Terms {
 impl<N: Nic> Client<N> {
     /// Creates the management QP.
     pub fn new(nic: &N, pd: &N::Pd, welcome: &NodeHello) -> Result<Self, Error> {
+        let scheme = super::find(&welcome.scheme)?;
         let credits = welcome.credits;
         let blocks = (credits * BLOCKS).next_power_of_two().max(16);
-        let cq = nic.create_cq(CqAttr { entries: 2 * blocks, ignore_overrun: false })?;
-        let attr = QpAttr {
-            send_cq: &cq,
-            recv_cq: &cq,
+        let attr = RequestQueueAttr {
+            credits,
+            receives: 2,
             send_blocks: blocks,
-            receive: Receive::Own(ReceiveAttr { entries: 2, max_sges: 1 }),
+            completions: 2 * blocks,
             access: Access::NONE,
         };
-        let qp = nic.create_qp(pd, attr)?;
         let local = |bytes| -> Result<N::Mr, Error> {
             Ok(nic.reg_mr(pd, &nic.alloc_dma(bytes)?, Access::LOCAL_ALL)?)
         };
         Ok(Self {
-            qp,
-            completer: Completer::new(cq),
+            queue: RequestQueue::new(nic, pd, attr)?,
             scratch: local(credits as usize * SLOT_BYTES)?,
             answers: local(8)?,
-            credits: Credits::new(credits),
             in_flight: credits,
-            scheme: welcome.scheme,
+            scheme,
             chunk_bytes: welcome.chunk_bytes,
             contention_control: welcome.contention_control,
             functions: welcome.functions,
             lanes: (welcome.group_size as usize).saturating_sub(1).clamp(1, MAX_GROUP),
             alone: Credits::new(1),
-            order: Mutex::new(()),
-            open: AtomicBool::new(false),
             admitted: OnceLock::new(),
             held: Mutex::default(),
-            release: Release::of(welcome.scheme),
+            release: Release::of(scheme),
             in_doubt: AtomicBool::new(false),
             effort: EffortCounts::default(),
         })
@@ -128,25 +115,8 @@ impl<N: Nic> Client<N> {
     /// Takes a credit for a request in flight.
     pub(super) async fn session(&self, attempt: &'static str) -> Result<Session<'_, N>, Error> {
         let metadata = self.terms(attempt)?.metadata;
-        let credit = self.credits.take().await;
+        let credit = self.queue.slot().await;
         Ok(Session { client: self, credit, metadata, attempt, spent: AttemptCost::default() })
-    }
-
-    /// Posts requests of which only the last one is signaled.
-    fn post(&self, attempt: &str, list: &mut [WorkRequest<'_>]) -> Result<Pending<N::Cq>, Error> {
-        let _order = self.order.lock();
-        self.check_open(attempt)?;
-        Ok(self.completer.submit(|id| {
-            list.iter_mut().for_each(|wr| wr.id = id);
-            self.qp.post_send(list)
-        })?)
-    }
-
-    fn check_open(&self, attempt: &str) -> Result<(), Error> {
-        match self.open.load(Ordering::Relaxed) {
-            true => Ok(()),
-            false => Err(broken(attempt, Status::Flushed)),
-        }
     }
 
     /// Sends a scan request to the memory node's CPU and waits for the answer: the number of
@@ -166,20 +136,12 @@ impl<N: Nic> Client<N> {
         order: u32,
         _: &Credit<'_>,
     ) -> Result<(u32, u32), Error> {
-        let (answered, sent) = {
-            let _order = self.order.lock();
-            self.check_open(attempt)?;
-            let to = self.answers.sge(0, 8);
-            let receive = |id| self.qp.post_recv(&ReceiveRequest { id, to: &[to] });
-            let answered = self.completer.submit(receive)?;
-            let sent = self.completer.submit(|id| {
-                let op = Op::SendInline { data: &u64::from(order).to_be_bytes() };
-                self.qp.post_send(&[WorkRequest { id, op, signaled: true }])
-            })?;
-            (answered, sent)
-        };
-        check(attempt, answered.await?)?;
-        check(attempt, sent.await?)?;
+        let to = self.answers.sge(0, 8);
+        let request = u64::from(order).to_be_bytes();
+        let (answered, sent) = self.queue.exchange(attempt, &request, &[to]).await?;
+        if let Some(status) = [answered, sent].into_iter().find(|s| *s != Status::Success) {
+            return Err(Error::ManagementBroken { attempt: attempt.into(), status });
+        }
         let answer = self.answers.memory().load_be64(0);
         Ok(((answer >> 32) as u32, answer as u32))
     }
@@ -194,7 +156,7 @@ impl<N: Nic> Client<N> {
         let alone = self.alone.take().await;
         let mut all = Vec::new();
         for _ in 1..self.in_flight {
-            all.push(self.credits.take().await);
+            all.push(self.queue.slot().await);
         }
         let session = self.session(attempt).await?;
         if !self.in_doubt.load(Ordering::Acquire) {
@@ -356,8 +318,7 @@ impl<N: Nic> Session<'_, N> {
 
     async fn run(&self, list: &mut [WorkRequest<'_>]) -> Result<(), Error> {
         self.spent.round_trip();
-        let pending = self.client.post(self.attempt, list)?;
-        check(self.attempt, pending.await?)
+        self.client.queue.execute(self.attempt, list).await
     }
 }
 
@@ -464,127 +425,89 @@ impl<N: Nic> Verbs for Session<'_, N> {
 }
 
 impl<N: Nic> ClientScheme for Client<N> {
-    async fn allocate(&self, group: GroupId) -> Result<Grant, Error> {
-        self.allocate_bytes(group, self.chunk_bytes).await
+    fn allocate(&self, group: GroupId) -> Answer<'_, Grant> {
+        self.allocate_bytes(group, self.chunk_bytes)
     }
 
-    async fn allocate_bytes(&self, group: GroupId, bytes: u64) -> Result<Grant, Error> {
-        let attempt = "allocating a block";
-        let shape: Shape = self.terms(attempt)?.map.shape();
-        let Some(order) = shape.order_for(bytes) else {
-            return Err(too_large(bytes, shape.block_bytes(shape.order_max()), true));
-        };
-        if self.in_doubt.load(Ordering::Acquire) {
-            self.recover_undelivered(attempt).await?;
-        }
-        if let Some(grant) = self.try_allocate(attempt, group, order).await? {
-            return Ok(grant);
-        }
-        // Blocks in quarantine may satisfy the request once the scan has ended, but other clients
-        // may take them first and free them again. So the client also retries if a block was free
-        // when the scan ended.
-        for _ in 0..SCAN_REQUESTS_MAX {
-            let (ended, free) = self.request_scan(attempt, order).await?;
+    fn allocate_bytes(&self, group: GroupId, bytes: u64) -> Answer<'_, Grant> {
+        Box::pin(async move {
+            let attempt = "allocating a block";
+            let shape: Shape = self.terms(attempt)?.map.shape();
+            let Some(order) = shape.order_for(bytes) else {
+                return Err(too_large(bytes, shape.block_bytes(shape.order_max()), true));
+            };
+            if self.in_doubt.load(Ordering::Acquire) {
+                self.recover_undelivered(attempt).await?;
+            }
             if let Some(grant) = self.try_allocate(attempt, group, order).await? {
                 return Ok(grant);
             }
-            if ended == 0 && free == 0 {
-                break;
+            // Blocks in quarantine may satisfy the request once the scan has ended, but other
+            // clients may take them first and free them again. So the client also retries if a
+            // block was free when the scan ended.
+            for _ in 0..SCAN_REQUESTS_MAX {
+                let (ended, free) = self.request_scan(attempt, order).await?;
+                if let Some(grant) = self.try_allocate(attempt, group, order).await? {
+                    return Ok(grant);
+                }
+                if ended == 0 && free == 0 {
+                    break;
+                }
             }
-        }
-        Err(Error::OutOfMemory { bytes })
+            Err(Error::OutOfMemory { bytes })
+        })
     }
 
-    async fn free(&self, grant: &Grant) -> Result<(), Error> {
-        let attempt = "freeing a block";
-        let key = grant.keys().first().copied().unwrap_or_default();
-        if self.held(grant.entry, key).is_none() {
-            return Err(Error::NotYours { entry: grant.entry });
-        }
-        let freed = match self.release {
-            Release::Quarantined => self.quarantine(attempt, (grant.entry, key)).await,
-            Release::AtOnce => self.free_at_once(attempt, (grant.entry, key)).await,
-        };
-        if freed.is_err() {
-            // The block may or may not have been freed; resolving the doubts frees it.
-            self.forget(grant.entry, key);
-            self.in_doubt.store(true, Ordering::Release);
-        }
-        match freed? {
-            true => Ok(()),
-            // Another free of this block was faster.
-            false => Err(Error::NotYours { entry: grant.entry }),
-        }
+    fn free<'a>(&'a self, grant: &'a Grant) -> Answer<'a, ()> {
+        Box::pin(async move {
+            let attempt = "freeing a block";
+            let key = grant.keys().first().copied().unwrap_or_default();
+            if self.held(grant.entry, key).is_none() {
+                return Err(Error::NotYours { entry: grant.entry });
+            }
+            let freed = match self.release {
+                Release::Quarantined => self.quarantine(attempt, (grant.entry, key)).await,
+                Release::AtOnce => self.free_at_once(attempt, (grant.entry, key)).await,
+            };
+            if freed.is_err() {
+                // The block may or may not have been freed; resolving the doubts frees it.
+                self.forget(grant.entry, key);
+                self.in_doubt.store(true, Ordering::Release);
+            }
+            match freed? {
+                true => Ok(()),
+                // Another free of this block was faster.
+                false => Err(Error::NotYours { entry: grant.entry }),
+            }
+        })
     }
 
-    fn management(&self) -> Vec<Qpn> {
-        vec![self.qp.qpn()]
+    fn each_queue(&self, each: &mut dyn FnMut(&dyn ManagementQp)) {
+        each(&self.queue);
     }
 
-    fn is_broken(&self) -> bool {
-        !matches!(self.qp.state(), Ok(QpState::ReadyToSend))
-    }
-
-    fn is_closed(&self) -> bool {
-        !self.open.load(Ordering::Acquire)
-    }
-
-    fn reset(&self) -> Result<(), Error> {
-        let _order = self.order.lock();
-        self.open.store(false, Ordering::Release);
-        Ok(self.qp.modify(QpChange::Reset)?)
-    }
-
-    fn break_management(&self) -> Result<(), Error> {
-        Ok(self.qp.modify(QpChange::Error)?)
-    }
-
-    async fn recall(&self) -> Result<(), Error> {
-        match self.in_doubt.load(Ordering::Acquire) {
-            true => self.recover_undelivered("recovering undelivered grants").await,
-            false => Ok(()),
-        }
-    }
-
-    fn cas_stats(&self) -> CasStats {
-        self.effort.get()
-    }
-
-    fn when_idle(&self, look: &WhenIdle) {
-        self.completer.when_idle(look.clone());
-    }
-
-    fn admitted(&self, terms: &ConnectReply) {
-        let Some(m) = &terms.metadata else { return };
+    fn accept(&self, terms: &ConnectReply) -> Result<(), Error> {
+        let Some(m) = &terms.metadata else { return Ok(()) };
         let shape = Shape { chunks: m.chunks, chunk_bytes: terms.chunk_bytes };
-        let Some(user) = User::new(m.user) else { return };
+        let Some(user) = User::new(m.user) else { return Ok(()) };
         let metadata = Remote { addr: m.addr, rkey: Key(m.rkey) };
         let map = Map::new(self.scheme, shape, user, self.contention_control);
         let functions = Functions::new(shape, self.functions);
         let _ = self.admitted.set(Terms { metadata, data: m.data, user, map, functions });
-    }
-
-    fn connect(&self, peers: &[PeerAddress]) -> Result<(), Error> {
-        let [peer] = peers else {
-            return Err(Error::Protocol {
-                attempt: "connecting the management QP".into(),
-                why: format!("the memory node named {} peers for one QP", peers.len()),
-            });
-        };
-        let _order = self.order.lock();
-        self.qp.connect(*peer)?;
-        self.open.store(true, Ordering::Release);
         Ok(())
     }
-}
 
-fn broken(attempt: &str, status: Status) -> Error {
-    Error::ManagementBroken { attempt: attempt.into(), status }
-}
+    /// Returns the block that a failed request may have obtained.
+    fn settle(&self) -> Answer<'_, ()> {
+        Box::pin(async move {
+            match self.in_doubt.load(Ordering::Acquire) {
+                true => self.recover_undelivered("recovering undelivered grants").await,
+                false => Ok(()),
+            }
+        })
+    }
 
-fn check(attempt: &str, completion: Completion) -> Result<(), Error> {
-    match completion.status {
-        Status::Success => Ok(()),
-        status => Err(broken(attempt, status)),
+    fn counters(&self) -> Vec<Counter> {
+        self.effort.get().counters()
     }
 }

@@ -11,9 +11,7 @@
 //! A key is looked up in the function of the QP that presents it, so each client has access QPs to
 //! every function.
 
-use verbs::{
-    Access, CqAttr, DeviceInfo, DmaMemory, Nic, PeerAddress, QpAttr, QpChange, QueuePair, Receive,
-};
+use verbs::{Access, CqAttr, DeviceInfo, DmaMemory, Nic, QpAttr, QpChange, QueuePair, Receive};
 
 use super::header::User;
 use super::layout::Shape;
@@ -72,9 +70,9 @@ impl<N: Nic> Function<N> {
         Ok(Self { nic, pd, memory, metadata, binder, binds })
     }
 
-    /// Creates the QP that serves a client's accesses to this function's windows. Guards compare
-    /// `user`.
-    pub fn create_access_qp(&self, peer: PeerAddress, user: Option<User>) -> Result<N::Qp, Error> {
+    /// Creates a QP, to be connected, that serves a client's accesses to this function's windows.
+    /// Guards compare `user`.
+    pub fn create_access_qp(&self, user: Option<User>) -> Result<N::Qp, Error> {
         let attr = QpAttr {
             // The QP neither sends nor receives, so nothing completes in this CQ.
             send_cq: &self.binds,
@@ -87,7 +85,6 @@ impl<N: Nic> Function<N> {
         if let Some(user) = user {
             qp.modify(QpChange::Tag { tag: user.raw() as u64 })?;
         }
-        qp.connect(peer)?;
         Ok(qp)
     }
 }

@@ -20,7 +20,7 @@ use super::layout::{Functions, Shape};
 use super::log::{Capability, FullLog};
 use super::release::Release;
 use crate::Error;
-use crate::settings::SchemeKind;
+use crate::info::{Isolation, Scheme};
 use crate::wakeup::poll_until;
 
 /// Maximum number of windows that are allocated with one call.
@@ -38,17 +38,13 @@ pub(super) struct Keys<N: Nic> {
 }
 
 /// True if the windows of blocks are guarded on this NIC.
-pub(super) fn are_guarded<N: Nic>(nic: &N, scheme: SchemeKind) -> bool {
-    scheme.is_guarded() && nic.caps().has(Feature::GuardedWindows)
+pub(super) fn are_guarded<N: Nic>(nic: &N, scheme: Scheme) -> bool {
+    scheme.isolation == Isolation::GuardedWindows && nic.caps().has(Feature::GuardedWindows)
 }
 
 impl<N: Nic> Keys<N> {
     /// Creates and binds all windows, each in the function that has its entry.
-    pub fn new(
-        functions: Vec<Function<N>>,
-        shape: Shape,
-        scheme: SchemeKind,
-    ) -> Result<Self, Error> {
+    pub fn new(functions: Vec<Function<N>>, shape: Shape, scheme: Scheme) -> Result<Self, Error> {
         let each = Release::of(scheme).windows();
         let division = Functions::new(shape, functions.len() as u32);
         let mut windows = Vec::with_capacity((shape.entries() * each) as usize);

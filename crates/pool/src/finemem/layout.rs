@@ -274,7 +274,7 @@ mod tests {
 
     #[test]
     fn largest_pool_fits_windows_and_keys() {
-        let chunks = crate::Settings::CHUNKS_MAX_BY_CAS as u32;
+        let chunks = crate::finemem::FINEMEM.chunks_max as u32;
         let shape = Shape { chunks, chunk_bytes: 4096 };
         assert!(shape.words() as u64 * 8 <= BLOCK_BYTES_MAX, "one window covers the metadata");
         let last = shape.entries() - 1;

@@ -7,7 +7,7 @@ use super::header::{CHUNKS, Header, SPANS, Spread, User, chunk_mask, span_mask};
 use super::layout::{Shape, Word};
 use super::log::{Capability, FullLog};
 use super::tree::{Tree, Verbs};
-use crate::settings::SchemeKind;
+use crate::Scheme;
 
 /// The tree, or the array that replaces it.
 pub(super) enum Map {
@@ -19,16 +19,12 @@ pub(super) enum Map {
 
 impl Map {
     /// The map of a scheme, for the operations of `user`.
-    pub fn new(scheme: SchemeKind, shape: Shape, user: User, contention_control: bool) -> Self {
-        match scheme {
-            SchemeKind::PremmapOneSided if contention_control => {
-                Self::Array(Array::new(shape, user))
-            }
-            SchemeKind::PremmapOneSided => {
-                Self::Array(Array::without_contention_control(shape, user))
-            }
-            _ if contention_control => Self::Tree(Tree::new(shape, user)),
-            _ => Self::Tree(Tree::without_contention_control(shape, user)),
+    pub fn new(scheme: Scheme, shape: Shape, user: User, contention_control: bool) -> Self {
+        match (super::has_tree(scheme), contention_control) {
+            (true, true) => Self::Tree(Tree::new(shape, user)),
+            (true, false) => Self::Tree(Tree::without_contention_control(shape, user)),
+            (false, true) => Self::Array(Array::new(shape, user)),
+            (false, false) => Self::Array(Array::without_contention_control(shape, user)),
         }
     }
 

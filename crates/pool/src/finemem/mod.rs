@@ -49,3 +49,78 @@ pub use allocation_view::AllocationView;
 pub use client::Client;
 pub use node::Node;
 pub use scan::ReleaseTimes;
+
+use crate::Error;
+use crate::info::{AccessKind, Allocator, Isolation, Need, ReleaseTime, Scheme, SchemeInfo, Sizes};
+
+/// Capabilities that the schemes need.
+const NEEDS: &[Need] =
+    &[Need::Type1Windows, Need::Type2Windows, Need::BigEndianAtomics, Need::GlobalAtomics];
+/// Maximum number of chunks: a single window of up to 2 GiB covers the metadata.
+const CHUNKS_MAX: u64 = 1 << 26;
+/// The reason why a scheme with unguarded type-1 windows is unsafe.
+const GUESSABLE: &str = "keys have 8 secret bits and can be guessed";
+
+/// Scheme `finemem`: the client allocates with READ and CAS on a bitmap tree in the memory node. A
+/// freed block is in quarantine until its key is dead and the block is cleared. Windows are of type
+/// 1; on a NIC without guarded windows, clients must trust each other not to guess keys.
+pub const FINEMEM: Scheme = &SchemeInfo {
+    name: "finemem",
+    source: "FineMem §4",
+    allocator: Allocator::Client,
+    isolation: Isolation::GuardedWindows,
+    sizes: Sizes::Blocks,
+    access: AccessKind::OneSided,
+    release: ReleaseTime::Quarantine,
+    needs: NEEDS,
+    chunk_bytes: None,
+    chunks_max: CHUNKS_MAX,
+    unsafe_because: None,
+};
+
+/// Scheme `finemem-paper`: `finemem` as published, for comparison. A freed block is free at once,
+/// under a backup key.
+pub const FINEMEM_PAPER: Scheme = &SchemeInfo {
+    name: "finemem-paper",
+    source: "FineMem §4.3",
+    allocator: Allocator::Client,
+    isolation: Isolation::SharedWindowsAhead,
+    sizes: Sizes::Blocks,
+    access: AccessKind::OneSided,
+    release: ReleaseTime::AfterReuse,
+    needs: NEEDS,
+    chunk_bytes: None,
+    chunks_max: CHUNKS_MAX,
+    unsafe_because: Some(
+        "a freed block is reused while its last owner's key is still valid, and is not cleared; \
+         keys have 8 secret bits and can be guessed",
+    ),
+};
+
+/// Scheme `premmap-onesided`: the client allocates with CAS on an array of one word per chunk:
+/// `finemem` without the tree (CXL-SHM's free array).
+pub const PREMMAP_ONESIDED: Scheme = &SchemeInfo {
+    name: "premmap-onesided",
+    source: "FineMem §6.1",
+    allocator: Allocator::Client,
+    isolation: Isolation::SharedWindowsAhead,
+    sizes: Sizes::Blocks,
+    access: AccessKind::OneSided,
+    release: ReleaseTime::Quarantine,
+    needs: NEEDS,
+    chunk_bytes: None,
+    chunks_max: CHUNKS_MAX,
+    unsafe_because: Some(GUESSABLE),
+};
+
+/// The scheme of this name.
+fn find(name: &str) -> Result<Scheme, Error> {
+    let all = [FINEMEM, FINEMEM_PAPER, PREMMAP_ONESIDED];
+    all.into_iter().find(|scheme| scheme.name == name).ok_or_else(|| crate::scheme::unknown(name))
+}
+
+/// True if the scheme has a tree. The memory node's CPU then has background work that can be
+/// aborted.
+pub fn has_tree(scheme: Scheme) -> bool {
+    matches!(scheme, FINEMEM | FINEMEM_PAPER)
+}

@@ -1,11 +1,10 @@
 //! The memory node's side of FineMem. It lays out the metadata and binds the windows; later it
 //! admits clients and ends quarantines (`scan`). It takes no part in an allocation.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use verbs::{Access, Caps, CqAttr, DmaMemory, MemoryRegion, Nic, QpState, QueuePair};
+use verbs::{Access, CqAttr, DmaMemory, MemoryRegion, Nic, QueuePair};
 
 use super::allocation_view::{AllocationView, ClientsByUser};
 use super::function::{self, Function};
@@ -20,7 +19,8 @@ use super::scan::{ReleaseTimes, Scan};
 use super::table::initial;
 use super::words::{Words, now};
 use crate::Error;
-use crate::remote::route::{Start, set_lane_start, with_start};
+use crate::client_table::{Admission, ClientTable, refuse};
+use crate::remote::Start;
 use crate::scheme::{
     ClientId, ConnectReply, ConnectRequest, CpuEvents, GroupId, Lane, Metadata, NodeScheme,
     NodeStatus, QpSet,
@@ -44,7 +44,7 @@ pub struct Node<N: Nic> {
     /// Receives the scan requests of clients.
     pub(super) requests: N::Cq,
     events: Arc<CqEvents<N>>,
-    pub(super) peers: BTreeMap<ClientId, Peer<N>>,
+    pub(super) peers: ClientTable<Peer<N>>,
     names: ClientsByUser,
     /// The user number assigned last.
     last_user: u16,
@@ -57,7 +57,7 @@ impl<N: Nic> Node<N> {
     /// Donates memory according to `settings`, with a window bound for every block.
     pub fn new(nic: &N, settings: &Settings) -> Result<Self, Error> {
         settings.validate()?;
-        check_caps(&nic.caps(), settings)?;
+        settings.scheme.check_caps(&nic.caps())?;
         let shape = Shape { chunks: settings.chunks() as u32, chunk_bytes: settings.chunk_bytes };
         let functions = function::needed(nic, shape, settings)?;
         let metadata_pd = nic.alloc_pd()?;
@@ -91,7 +91,7 @@ impl<N: Nic> Node<N> {
             map,
             requests,
             events,
-            peers: BTreeMap::new(),
+            peers: ClientTable::default(),
             names: ClientsByUser::default(),
             last_user: 0,
             scan: Scan::default(),
@@ -128,16 +128,6 @@ impl<N: Nic> Node<N> {
         Err(refuse("all user numbers are in use"))
     }
 
-    fn peer(&self, client: ClientId) -> Result<&Peer<N>, Error> {
-        let peer = self.peers.get(&client).filter(|peer| peer.leaving.is_none());
-        peer.ok_or_else(|| refuse(NOT_ADMITTED))
-    }
-
-    fn peer_mut(&mut self, client: ClientId) -> Result<&mut Peer<N>, Error> {
-        let peer = self.peers.get_mut(&client).filter(|peer| peer.leaving.is_none());
-        peer.ok_or_else(|| refuse(NOT_ADMITTED))
-    }
-
     /// Number of free chunks, according to the headers.
     pub(super) fn free_chunks(&self) -> u64 {
         let free = self.map.free_blocks(0, |at| self.words.load(at));
@@ -166,14 +156,10 @@ impl<N: Nic> Node<N> {
 impl<N: Nic> NodeScheme for Node<N> {
     fn admit(&mut self, client: ClientId, request: &ConnectRequest) -> Result<ConnectReply, Error> {
         let settings = &self.settings;
-        let (lanes, max) = (settings.lanes() as usize, settings.clients_max as usize);
-        if self.peers.len() >= max {
-            return Err(refuse(format!("the limit is reached: {max} clients are connected")));
-        }
+        let lanes = settings.lanes() as usize;
         let qps = lanes * self.keys.functions().len();
-        if request.groups.is_empty() || request.groups.iter().any(|g| g.len() != qps) {
-            return Err(refuse(format!("each QP group must have {qps} access QPs")));
-        }
+        let expected = Admission { settings, management: 1, lanes: qps, leaving: 0 };
+        self.peers.check(client, request, &expected)?;
         let user = self.new_user()?;
         let common = PeerResources {
             nic: &self.nic,
@@ -185,18 +171,8 @@ impl<N: Nic> NodeScheme for Node<N> {
             guarded: super::keys::are_guarded(&self.nic, self.settings.scheme),
         };
         let peer = Peer::new(&common, user, request)?;
-        let settings = &self.settings;
+        let management = vec![peer.management.qp.qpn().raw()];
         let admitted = ConnectReply {
-            client: client.0,
-            chunk_bytes: settings.chunk_bytes,
-            group_size: settings.group_size,
-            credits: settings.credits,
-            management: vec![peer.management.qpn().raw()],
-            groups: peer
-                .groups
-                .iter()
-                .map(|lanes| lanes.iter().map(|(qp, _)| qp.qpn().raw()).collect())
-                .collect(),
             metadata: Some(Metadata {
                 addr: self.metadata.memory().addr(),
                 rkey: peer.key.0,
@@ -204,6 +180,7 @@ impl<N: Nic> NodeScheme for Node<N> {
                 data: self.memory.addr(),
                 chunks: self.shape.chunks,
             }),
+            ..ConnectReply::of(&self.settings, client, management, &peer.access)
         };
         self.names.lock().insert(user, client);
         self.peers.insert(client, peer);
@@ -211,9 +188,9 @@ impl<N: Nic> NodeScheme for Node<N> {
     }
 
     fn retire(&mut self, client: ClientId) -> Result<(), Error> {
-        match self.peers.get_mut(&client).filter(|peer| peer.leaving.is_none()) {
-            Some(peer) => peer.shut_down(),
-            None => Ok(()),
+        match self.peers.known_mut(client) {
+            Ok(peer) => peer.shut_down(),
+            Err(_) => Ok(()),
         }
     }
 
@@ -249,36 +226,27 @@ impl<N: Nic> NodeScheme for Node<N> {
     }
 
     fn client_waits(&mut self, client: ClientId) -> Result<bool, Error> {
-        self.peer(client)?;
+        self.peers.known(client)?;
         self.watching = self.free_chunks() == 0;
         Ok(self.watching)
     }
 
     fn reset_management(&mut self, client: ClientId) -> Result<Option<Vec<u32>>, Error> {
-        let peer = self.peer_mut(client)?;
+        let peer = self.peers.known_mut(client)?;
         peer.reconnect()?;
-        Ok(Some(vec![peer.management.qpn().raw()]))
+        Ok(Some(vec![peer.management.qp.qpn().raw()]))
     }
 
     fn management_is_open(&self, client: ClientId) -> Result<bool, Error> {
-        Ok(self.peer(client)?.management.state()? == QpState::ReadyToSend)
+        self.peers.management_is_open(client)
     }
 
     fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {
-        let lanes = self.peer(client)?.groups.get(group.0 as usize);
-        let Some((qp, peer)) = lanes.and_then(|lanes| lanes.get(lane.0 as usize)) else {
-            return Err(refuse(format!("group {} has no lane {}", group.0, lane.0)));
-        };
-        qp.connect(*peer)?;
-        Ok(qp.qpn().raw())
+        self.peers.reset_access(client, group, lane)
     }
 
     fn set_start(&mut self, client: ClientId, part: QpSet, start: Start) {
-        let Ok(peer) = self.peer_mut(client) else { return };
-        match part {
-            QpSet::Management => peer.management_peer = with_start(peer.management_peer, start),
-            QpSet::Access(group, lane) => set_lane_start(&mut peer.groups, group, lane, start),
-        }
+        self.peers.set_start(client, part, start);
     }
 
     fn functions(&self) -> u32 {
@@ -295,16 +263,15 @@ impl<N: Nic> NodeScheme for Node<N> {
             Release::Quarantined => 0,
             Release::AtOnce => self.lacking_blocks(),
         };
-        let leaving = self.peers.values().filter(|p| p.leaving.is_some()).count() as u64;
         let scan = &self.scan;
         Ok(NodeStatus {
-            scheme: self.settings.scheme.name().into(),
+            scheme: self.settings.scheme.name.into(),
             chunk_bytes: self.settings.chunk_bytes,
             functions: self.functions(),
             chunks: self.shape.chunks as u64,
             free: self.free_chunks(),
-            clients: self.peers.len() as u64 - leaving,
-            leaving,
+            clients: self.peers.connected(),
+            leaving: self.peers.leaving(),
             allocations_nic: scan.released + scan.regenerated + lacking + taken,
             // Saturates: a client can take a block out of quarantine again through its management
             // QP, and work can be aborted between the two counts.
@@ -398,34 +365,5 @@ impl<N: Nic> Node<N> {
         Ok(any)
     }
 }
-
-/// Returns an error if the NIC lacks a capability that the schemes need.
-fn check_caps(caps: &Caps, settings: &Settings) -> Result<(), Error> {
-    let windows = caps.type1_windows && caps.windows;
-    if windows && caps.big_endian_atomics && caps.global_atomics {
-        return Ok(());
-    }
-    Err(verbs::Error::Unsupported {
-        attempt: format!("serving with scheme {}", settings.scheme),
-        why: format!(
-            "the NIC must have windows of types 1 and 2B, and big-endian atomics that are atomic \
-             with respect to the CPU; {} has type 1: {}, type 2B: {}, big-endian atomics: {}, \
-             atomic to the CPU: {}",
-            caps.name,
-            caps.type1_windows,
-            caps.windows,
-            caps.big_endian_atomics,
-            caps.global_atomics
-        ),
-    }
-    .into())
-}
-
-const NOT_ADMITTED: &str = "the client is not admitted";
-
-fn refuse(why: impl ToString) -> Error {
-    Error::Refused { attempt: "handling a client's request".into(), why: why.to_string() }
-}
-
 #[cfg(test)]
 mod tests;

@@ -2,14 +2,15 @@
 
 use verbs::wqe::Umr;
 use verbs::{
-    Access, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, MemoryWindow, Nic, Op,
-    PeerAddress, QpAttr, QpChange, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Status,
-    WorkRequest,
+    Access, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, MemoryWindow, Nic, Op, QpAttr,
+    QpChange, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Status, WorkRequest,
 };
 
 use super::function::Function;
 use super::header::User;
 use crate::Error;
+use crate::client_table::{AccessQps, ClientEntry, PeerQp};
+use crate::remote::Start;
 use crate::scheme::ConnectRequest;
 use crate::wakeup::poll_until;
 
@@ -23,8 +24,7 @@ const BLOCKS: u32 = 16;
 pub(super) struct Peer<N: Nic> {
     pub user: User,
     /// The QP through which the client reads and changes the metadata.
-    pub management: N::Qp,
-    pub management_peer: PeerAddress,
+    pub management: PeerQp<N>,
     /// Receives the completions of the management QP's sends and binds.
     sent: N::Cq,
     /// Buffer of scan requests: 8 bytes each.
@@ -32,8 +32,8 @@ pub(super) struct Peer<N: Nic> {
     /// The window that gives the management QP access to the metadata, and its key.
     _window: N::Mw,
     pub key: Key,
-    /// Access QPs by group, function and lane, each with the client's QP that it is connected to.
-    pub groups: Vec<Vec<(N::Qp, PeerAddress)>>,
+    /// Access QPs by group, function and lane.
+    pub access: AccessQps<N>,
     /// The client's pending scan request.
     pub scan_request: Option<ScanRequest>,
     /// Progress of reclamation, if the client has departed.
@@ -83,15 +83,6 @@ impl<N: Nic> Peer<N> {
     ) -> Result<Self, Error> {
         let nic = common.nic;
         let sent = nic.create_cq(CqAttr { entries: 2 * BLOCKS, ignore_overrun: false })?;
-        let [management_peer] = request.management[..] else {
-            return Err(Error::Refused {
-                attempt: "admitting a client".into(),
-                why: format!(
-                    "the request must name one management QP, but names {}",
-                    request.management.len()
-                ),
-            });
-        };
         let management = nic.create_qp(
             common.metadata_pd,
             QpAttr {
@@ -104,30 +95,24 @@ impl<N: Nic> Peer<N> {
         )?;
         let inbox = nic.alloc_dma(8 * SCAN_REQUESTS as usize)?;
         let inbox = nic.reg_mr(common.metadata_pd, &inbox, Access::LOCAL_ALL)?;
-        let path = |(at, peer): (usize, &u32)| -> Result<(N::Qp, PeerAddress), Error> {
-            let function = &common.functions[at / common.lanes];
-            let peer = request.peer(*peer);
-            Ok((function.create_access_qp(peer, common.guarded.then_some(user))?, peer))
-        };
-        let groups = request
-            .groups
-            .iter()
-            .map(|group| group.iter().enumerate().map(path).collect())
-            .collect::<Result<_, _>>()?;
+        let access = AccessQps::new(request, |index| {
+            let function = &common.functions[index / common.lanes];
+            function.create_access_qp(common.guarded.then_some(user))
+        })?;
         let window = nic.alloc_mw(common.metadata_pd)?;
         let (scan_request, leaving) = (None, None);
-        let (management_peer, mut key) = (request.peer(management_peer), window.key());
-        management.connect(management_peer)?;
-        grant_metadata_access(common, (&management, &sent), &mut key)?;
+        let mut key = window.key();
+        let management = PeerQp { qp: management, peer: request.peer(request.management[0]) };
+        management.connect()?;
+        grant_metadata_access(common, (&management.qp, &sent), &mut key)?;
         let peer = Self {
             user,
             management,
-            management_peer,
             sent,
             inbox,
             _window: window,
             key,
-            groups,
+            access,
             scan_request,
             leaving,
         };
@@ -143,13 +128,13 @@ impl<N: Nic> Peer<N> {
     /// Posts the receive of a slot for the next scan request.
     pub fn post_receive(&self, slot: u32) -> Result<(), Error> {
         let to = self.inbox.sge(slot as usize * 8, 8);
-        Ok(self.management.post_recv(&ReceiveRequest { id: slot as u64, to: &[to] })?)
+        Ok(self.management.qp.post_recv(&ReceiveRequest { id: slot as u64, to: &[to] })?)
     }
 
     /// Reconnects the management QP. Its window stays bound.
     pub fn reconnect(&mut self) -> Result<(), Error> {
         self.scan_request = None;
-        self.management.connect(self.management_peer)?;
+        self.management.connect()?;
         (0..SCAN_REQUESTS).try_for_each(|slot| self.post_receive(slot))
     }
 
@@ -160,18 +145,40 @@ impl<N: Nic> Peer<N> {
         self.scan_request = None;
         while self.sent.poll(&mut [Completion::EMPTY; 16]) > 0 {}
         let op = Op::SendInline { data: &((ended as u64) << 32 | free as u64).to_be_bytes() };
-        let _ = self.management.post_send(&[WorkRequest { id: 0, op, signaled: true }]);
+        let _ = self.management.qp.post_send(&[WorkRequest { id: 0, op, signaled: true }]);
     }
 
     /// Shuts the client's QPs, so that its keys are useless, and starts reclamation.
     pub fn shut_down(&mut self) -> Result<(), Error> {
-        self.management.modify(QpChange::Error)?;
-        for (qp, _) in self.groups.iter().flatten() {
-            qp.modify(QpChange::Error)?;
-        }
+        self.management.qp.modify(QpChange::Error)?;
+        self.access.shut_down()?;
         self.scan_request = None;
         self.leaving = Some(Leaving::Sections(0));
         Ok(())
+    }
+}
+
+impl<N: Nic> ClientEntry for Peer<N> {
+    type Nic = N;
+
+    fn access(&self) -> &AccessQps<N> {
+        &self.access
+    }
+
+    fn access_mut(&mut self) -> &mut AccessQps<N> {
+        &mut self.access
+    }
+
+    fn set_management_start(&mut self, start: Start) {
+        self.management.set_start(start);
+    }
+
+    fn is_open(&self) -> Result<bool, Error> {
+        self.management.is_ready()
+    }
+
+    fn is_leaving(&self) -> bool {
+        self.leaving.is_some()
     }
 }
 

@@ -14,7 +14,7 @@
 //! owner; the block is not cleared; and windows are not guarded, so an access QP can guess a key's
 //! 8 tag bits.
 
-use crate::settings::SchemeKind;
+use crate::info::{ReleaseTime, Scheme};
 
 /// When a freed block becomes free for the next allocation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -27,9 +27,9 @@ pub(super) enum Release {
 
 impl Release {
     /// The release policy of a scheme.
-    pub fn of(scheme: SchemeKind) -> Self {
-        match scheme {
-            SchemeKind::FineMemPaper => Self::AtOnce,
+    pub fn of(scheme: Scheme) -> Self {
+        match scheme.release {
+            ReleaseTime::AfterReuse => Self::AtOnce,
             _ => Self::Quarantined,
         }
     }

@@ -181,7 +181,7 @@ impl<N: Nic> Node<N> {
             let n = self.requests.poll(&mut some);
             for c in some[..n].iter().filter(|c| c.kind == CompletionKind::Receive) {
                 let mut peers = self.peers.values_mut();
-                let peer = peers.find(|p| p.management.qpn() == c.qpn && p.leaving.is_none());
+                let peer = peers.find(|p| p.management.qp.qpn() == c.qpn && p.leaving.is_none());
                 let Some(peer) = peer.filter(|_| c.status == Status::Success) else { continue };
                 let order = peer.wanted_order(c.id as u32);
                 // A request whose wait was aborted in the meantime has already been answered.
@@ -476,14 +476,14 @@ mod tests {
 
     use super::*;
     use crate::scheme::NodeScheme;
-    use crate::{SchemeKind, Settings};
+    use crate::{Settings, schemes};
 
     #[test]
     fn scans_take_a_seventh_of_a_core_without_requests() {
         let settings = Settings {
             donate_bytes: 1 << 20,
             chunk_bytes: 4096,
-            scheme: SchemeKind::FineMem,
+            scheme: schemes::FINEMEM,
             ..Settings::default()
         };
         let mut node = Node::new(&SoftNic::inline(), &settings).expect("a memory node");

@@ -11,21 +11,17 @@
 //! because the chain of reads answers only for mapped pages.
 
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
 
 use parking_lot::Mutex;
-use verbs::completion::Completer;
-use verbs::{
-    Access, CqAttr, MemoryRegion, Nic, Op, PeerAddress, QpAttr, QpChange, QpState, Qpn, QueuePair,
-    Receive, ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
-};
+use verbs::{Access as Rights, MemoryRegion, Nic, Remote};
 
 use super::table::PAGES_MAX;
 use super::{PAGE_BYTES, PageOp, READ_BYTES, REPLY_BYTES, REQUEST_BYTES, status};
 use crate::Error;
-use crate::credits::{Credit, Credits};
+use crate::credits::Credit;
 use crate::protocol::NodeHello;
-use crate::scheme::{ClientScheme, Grant, GroupId, PageScheme, WhenIdle};
+use crate::request_queue::{ManagementQp, RequestQueue, RequestQueueAttr};
+use crate::scheme::{Access, Answer, ClientScheme, Grant, GroupId, PageAccess};
 
 /// Bytes from one reply slot to the next.
 const REPLY_STRIDE: usize = 64;
@@ -37,17 +33,12 @@ pub struct Client<N: Nic> {
     numbers: Arc<Mutex<Numbers>>,
 }
 
-/// One QP with its request slots.
+/// A request queue with its slots.
 struct Queue<N: Nic> {
-    qp: N::Qp,
-    completer: Completer<N::Cq>,
+    queue: RequestQueue<N>,
     /// One page for each request in flight, which the memory node reads and writes.
     pages: N::Mr,
     replies: N::Mr,
-    credits: Credits,
-    /// Held while posting, so that receives and SENDs have the same order: the n-th reply answers
-    /// the n-th request.
-    order: Mutex<()>,
 }
 
 /// Allocator and state of the page numbers.
@@ -141,36 +132,19 @@ impl<N: Nic> Client<N> {
             numbers: Arc::new(Mutex::new(numbers)),
         })
     }
-
-    fn queues(&self) -> [&Queue<N>; 2] {
-        [&self.reads, &self.writes]
-    }
 }
 
 impl<N: Nic> Queue<N> {
     fn new(nic: &N, pd: &N::Pd, credits: u32) -> Result<Self, Error> {
-        // A receive and a SEND for each request, and the same number again, flushed by a reset.
-        let cq = nic.create_cq(CqAttr { entries: credits * 4, ignore_overrun: false })?;
-        let qp = nic.create_qp(
-            pd,
-            QpAttr {
-                send_cq: &cq,
-                recv_cq: &cq,
-                send_blocks: credits * 2,
-                receive: Receive::Own(ReceiveAttr { entries: credits, max_sges: 1 }),
-                access: Access::REMOTE_READ | Access::REMOTE_WRITE,
-            },
-        )?;
-        let remote = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+        let access = Rights::REMOTE_READ | Rights::REMOTE_WRITE;
+        let queue = RequestQueue::new(nic, pd, RequestQueueAttr::new(credits, access))?;
+        let remote = Rights::LOCAL_WRITE | Rights::REMOTE_WRITE;
         let pages = nic.alloc_dma(credits as usize * PAGE_BYTES)?;
         let replies = nic.alloc_dma(credits as usize * REPLY_STRIDE)?;
         Ok(Self {
-            qp,
-            completer: Completer::new(cq),
-            pages: nic.reg_mr(pd, &pages, remote | Access::REMOTE_READ)?,
+            queue,
+            pages: nic.reg_mr(pd, &pages, remote | Rights::REMOTE_READ)?,
             replies: nic.reg_mr(pd, &replies, remote)?,
-            credits: Credits::new(credits),
-            order: Mutex::new(()),
         })
     }
 
@@ -184,7 +158,7 @@ impl<N: Nic> Queue<N> {
         let mut request = [0; READ_BYTES];
         request[..3].copy_from_slice(&number.to_be_bytes()[1..]);
         put(&mut request[3..], self.place(credit));
-        self.send("reading a page", &request).await
+        self.queue.ask("reading a page", &request, &[]).await
     }
 
     /// Sends a request whose reply is a status.
@@ -201,35 +175,8 @@ impl<N: Nic> Queue<N> {
         request[..4].copy_from_slice(&((ask as u32) << 24 | number).to_be_bytes());
         put(&mut request[4..], self.place(credit));
         put(&mut request[16..], self.replies.remote(reply));
-        self.send(what, &request).await?;
+        self.queue.ask(what, &request, &[]).await?;
         Ok(self.replies.memory().load_be64(reply))
-    }
-
-    /// Sends a request and waits for its reply.
-    async fn send(&self, what: &str, request: &[u8]) -> Result<(), Error> {
-        let (answered, sent) = {
-            let _order = self.order.lock();
-            let answered =
-                self.completer.submit(|id| self.qp.post_recv(&ReceiveRequest { id, to: &[] }))?;
-            let sent = self.completer.submit(|id| {
-                let op = Op::SendInline { data: request };
-                self.qp.post_send(&[WorkRequest { id, op, signaled: true }])
-            })?;
-            (answered, sent)
-        };
-        let (answered, sent) = (answered.await?, sent.await?);
-        // A received reply means that the request was executed, whatever the completion of the SEND
-        // says.
-        if answered.status != Status::Success {
-            let status = match sent.status {
-                Status::Success => answered.status,
-                status => status,
-            };
-            return Err(Error::ManagementBroken { attempt: what.to_owned(), status });
-        }
-        // The reply was written before its completion, which was polled above.
-        fence(Ordering::Acquire);
-        Ok(())
     }
 }
 
@@ -250,144 +197,135 @@ fn check_whole(op: &'static str, len: usize) -> Result<(), Error> {
     })
 }
 
-impl<N: Nic> PageScheme for Client<N> {
-    async fn read_page(&self, page: &Grant, into: &mut [u8]) -> Result<(), Error> {
-        check_whole("read", into.len())?;
-        let number = page.entry;
-        let (state, _reading) = {
-            let mut numbers = self.numbers.lock();
-            let page = numbers.get(number)?;
-            page.reading += 1;
-            (page.state, Reading { numbers: &self.numbers, number })
-        };
-        let queue = match state {
-            State::Written => &self.reads,
-            State::Unknown => &self.writes,
-            _ => {
-                into.fill(0);
-                return Ok(());
-            }
-        };
-        let credit = queue.credits.take().await;
-        let said = match state {
-            State::Written => queue.read(number, &credit).await.map(|()| status::PENDING),
-            _ => queue.ask("reading a page", PageOp::Read, number, &credit).await,
-        };
-        match said? {
-            status::PENDING => {
-                queue.pages.memory().read(credit.slot() as usize * PAGE_BYTES, into);
-                Ok(())
-            }
-            status::UNMAPPED => {
-                into.fill(0);
-                Ok(())
-            }
-            other => Err(not_understood("reading a page", other)),
-        }
+impl<N: Nic> PageAccess for Client<N> {
+    fn page_bytes(&self) -> usize {
+        PAGE_BYTES
     }
 
-    async fn write_page(&self, page: &Grant, from: &[u8]) -> Result<(), Error> {
-        check_whole("write", from.len())?;
-        let number = page.entry;
-        self.numbers.lock().get(number)?;
-        let credit = self.writes.credits.take().await;
-        self.writes.pages.memory().write(credit.slot() as usize * PAGE_BYTES, from);
-        let said = self.writes.ask("writing a page", PageOp::Write, number, &credit).await;
-        let mut numbers = self.numbers.lock();
-        match said {
-            Ok(status::DONE) => {
-                numbers.set(number, State::Written);
-                Ok(())
-            }
-            Ok(status::EMPTY) => Err(Error::OutOfMemory { bytes: PAGE_BYTES as u64 }),
-            Ok(other) => Err(not_understood("writing a page", other)),
-            Err(e) => {
-                if let Ok(Page { state: state @ State::Reserved, .. }) = numbers.get(number) {
-                    *state = State::Unknown;
+    fn read_page<'a>(&'a self, page: &'a Grant, into: &'a mut [u8]) -> Answer<'a, ()> {
+        Box::pin(async move {
+            check_whole("read", into.len())?;
+            let number = page.entry;
+            let (state, _reading) = {
+                let mut numbers = self.numbers.lock();
+                let page = numbers.get(number)?;
+                page.reading += 1;
+                (page.state, Reading { numbers: &self.numbers, number })
+            };
+            let queue = match state {
+                State::Written => &self.reads,
+                State::Unknown => &self.writes,
+                _ => {
+                    into.fill(0);
+                    return Ok(());
                 }
-                Err(e)
+            };
+            let credit = queue.queue.slot().await;
+            let said = match state {
+                State::Written => queue.read(number, &credit).await.map(|()| status::PENDING),
+                _ => queue.ask("reading a page", PageOp::Read, number, &credit).await,
+            };
+            match said? {
+                status::PENDING => {
+                    queue.pages.memory().read(credit.slot() as usize * PAGE_BYTES, into);
+                    Ok(())
+                }
+                status::UNMAPPED => {
+                    into.fill(0);
+                    Ok(())
+                }
+                other => Err(not_understood("reading a page", other)),
             }
-        }
+        })
+    }
+
+    fn write_page<'a>(&'a self, page: &'a Grant, from: &'a [u8]) -> Answer<'a, ()> {
+        Box::pin(async move {
+            check_whole("write", from.len())?;
+            let number = page.entry;
+            self.numbers.lock().get(number)?;
+            let credit = self.writes.queue.slot().await;
+            self.writes.pages.memory().write(credit.slot() as usize * PAGE_BYTES, from);
+            let said = self.writes.ask("writing a page", PageOp::Write, number, &credit).await;
+            let mut numbers = self.numbers.lock();
+            match said {
+                Ok(status::DONE) => {
+                    numbers.set(number, State::Written);
+                    Ok(())
+                }
+                Ok(status::EMPTY) => Err(Error::OutOfMemory { bytes: PAGE_BYTES as u64 }),
+                Ok(other) => Err(not_understood("writing a page", other)),
+                Err(e) => {
+                    if let Ok(Page { state: state @ State::Reserved, .. }) = numbers.get(number) {
+                        *state = State::Unknown;
+                    }
+                    Err(e)
+                }
+            }
+        })
     }
 }
 
 impl<N: Nic> ClientScheme for Client<N> {
-    /// Takes a page number; no request is sent: see [`PageScheme::write_page`].
-    async fn allocate(&self, group: GroupId) -> Result<Grant, Error> {
-        let number = self.numbers.lock().take();
-        let number = number.ok_or(Error::OutOfMemory { bytes: PAGE_BYTES as u64 })?;
-        let addr = number as u64 * PAGE_BYTES as u64;
-        Ok(Grant::new(addr, PAGE_BYTES as u64, number, group, &[]))
+    /// Takes a page number; no request is sent: see [`PageAccess::write_page`].
+    fn allocate(&self, group: GroupId) -> Answer<'_, Grant> {
+        Box::pin(async move {
+            let number = self.numbers.lock().take();
+            let number = number.ok_or(Error::OutOfMemory { bytes: PAGE_BYTES as u64 })?;
+            let addr = number as u64 * PAGE_BYTES as u64;
+            Ok(Grant::new(addr, PAGE_BYTES as u64, number, group, &[]))
+        })
     }
 
-    async fn free(&self, page: &Grant) -> Result<(), Error> {
-        let number = page.entry;
-        let was = {
+    fn free<'a>(&'a self, page: &'a Grant) -> Answer<'a, ()> {
+        Box::pin(async move {
+            let number = page.entry;
+            let was = {
+                let mut numbers = self.numbers.lock();
+                let page = numbers.get(number)?;
+                if page.reading > 0 {
+                    return Err(Error::Refused {
+                        attempt: "freeing a page".into(),
+                        why: format!(
+                            "{} reads of the page are in flight: retry when they are complete",
+                            page.reading
+                        ),
+                    });
+                }
+                std::mem::replace(&mut page.state, State::Leaving)
+            };
+            // A page that was never written has no memory to free.
+            let said = match was {
+                State::Reserved => Ok(status::UNMAPPED),
+                _ => {
+                    let credit = self.writes.queue.slot().await;
+                    self.writes.ask("freeing a page", PageOp::Free, number, &credit).await
+                }
+            };
             let mut numbers = self.numbers.lock();
-            let page = numbers.get(number)?;
-            if page.reading > 0 {
-                return Err(Error::Refused {
-                    attempt: "freeing a page".into(),
-                    why: format!(
-                        "{} reads of the page are in flight: retry when they are complete",
-                        page.reading
-                    ),
-                });
+            match said {
+                Ok(status::DONE | status::UNMAPPED) => {
+                    numbers.set(number, State::Unused);
+                    numbers.free.push(number);
+                    Ok(())
+                }
+                Ok(other) => Err(not_understood("freeing a page", other)),
+                // The caller may free the page again.
+                Err(e) => {
+                    numbers.set(number, State::Unknown);
+                    Err(e)
+                }
             }
-            std::mem::replace(&mut page.state, State::Leaving)
-        };
-        // A page that was never written has no memory to free.
-        let said = match was {
-            State::Reserved => Ok(status::UNMAPPED),
-            _ => {
-                let credit = self.writes.credits.take().await;
-                self.writes.ask("freeing a page", PageOp::Free, number, &credit).await
-            }
-        };
-        let mut numbers = self.numbers.lock();
-        match said {
-            Ok(status::DONE | status::UNMAPPED) => {
-                numbers.set(number, State::Unused);
-                numbers.free.push(number);
-                Ok(())
-            }
-            Ok(other) => Err(not_understood("freeing a page", other)),
-            // The caller may free the page again.
-            Err(e) => {
-                numbers.set(number, State::Unknown);
-                Err(e)
-            }
-        }
+        })
     }
 
-    fn management(&self) -> Vec<Qpn> {
-        self.queues().map(|q| q.qp.qpn()).to_vec()
+    fn access(&self) -> Access<'_> {
+        Access::Paged(self)
     }
 
-    fn is_broken(&self) -> bool {
-        self.queues().iter().any(|q| !matches!(q.qp.state(), Ok(QpState::ReadyToSend)))
-    }
-
-    fn reset(&self) -> Result<(), Error> {
-        Ok(self.queues().iter().try_for_each(|q| q.qp.modify(QpChange::Reset))?)
-    }
-
-    fn break_management(&self) -> Result<(), Error> {
-        Ok(self.queues().iter().try_for_each(|q| q.qp.modify(QpChange::Error))?)
-    }
-
-    fn when_idle(&self, look: &WhenIdle) {
-        self.queues().iter().for_each(|q| q.completer.when_idle(look.clone()));
-    }
-
-    fn connect(&self, peers: &[PeerAddress]) -> Result<(), Error> {
-        if peers.len() != 2 {
-            return Err(Error::Protocol {
-                attempt: "connecting the management QPs".into(),
-                why: format!("the memory node named {} peers for two QPs", peers.len()),
-            });
-        }
-        Ok(self.queues().iter().zip(peers).try_for_each(|(q, peer)| q.qp.connect(*peer))?)
+    fn each_queue(&self, each: &mut dyn FnMut(&dyn ManagementQp)) {
+        each(&self.reads.queue);
+        each(&self.writes.queue);
     }
 }
 

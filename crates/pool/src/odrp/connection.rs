@@ -2,12 +2,15 @@
 
 use verbs::direct::{DirectNic, DirectQp};
 use verbs::wqe::Builder;
-use verbs::{MemoryRegion, PeerAddress, QpChange, QueuePair, Remote};
+use verbs::{MemoryRegion, QpChange, QueuePair, Remote};
 
 use super::{REPLY_BYTES, chain};
 use crate::Error;
 use crate::chain::layout::Memory;
-use crate::chain::queues::ChainQueues;
+use crate::chain::queues::{ChainQueues, accept_requests};
+use crate::client_table::{AccessQps, ClientEntry};
+use crate::remote::Start;
+use crate::remote::route::with_start;
 
 /// Queues, tables and stage of one client.
 pub struct Connection<N: DirectNic> {
@@ -19,7 +22,7 @@ pub struct Connection<N: DirectNic> {
     pub rows: N::Mr,
     /// Access QPs by group and lane, with the client's QPs. No key grants access over them; they
     /// carry bulletins only.
-    pub access: Vec<Vec<(N::Qp, PeerAddress)>>,
+    pub access: AccessQps<N>,
     pub bulletin: Remote,
     pub stage: Stage,
     /// Break the client's QPs once the connection is closed, so that the client notices.
@@ -79,6 +82,32 @@ impl<N: DirectNic> Connection<N> {
         }
         let at = (d.worker.progress()?.send_consumer, d.worker.send_ring().entries);
         Ok(chain::held_page(memory, d.staging.memory(), at, credits))
+    }
+}
+
+impl<N: DirectNic> ClientEntry for Connection<N> {
+    type Nic = N;
+
+    fn access(&self) -> &AccessQps<N> {
+        &self.access
+    }
+
+    fn access_mut(&mut self) -> &mut AccessQps<N> {
+        &mut self.access
+    }
+
+    fn set_management_start(&mut self, start: Start) {
+        for d in [&mut self.reads, &mut self.writes] {
+            d.front_peer = with_start(d.front_peer, start);
+        }
+    }
+
+    fn is_open(&self) -> Result<bool, Error> {
+        Ok(self.stage == Stage::Open && accept_requests(self.queues())?)
+    }
+
+    fn is_leaving(&self) -> bool {
+        self.stage.is_gone()
     }
 }
 

@@ -55,6 +55,25 @@ mod tests;
 pub use client::Client;
 pub use node::Node;
 
+use crate::info::{AccessKind, Allocator, Isolation, Need, ReleaseTime, Scheme, SchemeInfo, Sizes};
+use crate::settings::CHUNKS_MAX;
+
+/// Scheme `odrp`: pages of 4 KiB behind a page table for each client. A chain of work requests
+/// translates every access.
+pub const ODRP: Scheme = &SchemeInfo {
+    name: "odrp",
+    source: "OneSidedMW §2.2.3",
+    allocator: Allocator::Nic,
+    isolation: Isolation::PageTable,
+    sizes: Sizes::Chunk,
+    access: AccessKind::Pages,
+    release: ReleaseTime::BeforeReturn,
+    needs: &[Need::Chains, Need::BigEndianAtomics],
+    chunk_bytes: Some(PAGE_BYTES as u64),
+    chunks_max: CHUNKS_MAX,
+    unsafe_because: None,
+};
+
 /// Bytes of a page.
 pub const PAGE_BYTES: usize = 4096;
 

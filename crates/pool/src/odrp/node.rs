@@ -2,13 +2,13 @@
 //! CPU. The CPU admits clients, broadcasts "empty" and "available again", closes the connection of
 //! a client that sent an invalid page number, and reclaims the pages of departed clients.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use verbs::direct::{DirectNic, DirectQp};
 use verbs::{
-    Access, Caps, Completion, CompletionQueue, CqAttr, Cqn, DmaMemory, MemoryRegion, PeerAddress,
-    QpAttr, QpChange, Qpn, QueuePair, Receive, ReceiveAttr, Remote, Status,
+    Access, Completion, CompletionQueue, CqAttr, Cqn, DmaMemory, MemoryRegion, QpAttr, QpChange,
+    Qpn, QueuePair, Receive, ReceiveAttr, Remote, Status,
 };
 
 use super::chain::{self, Reads, Tables};
@@ -18,9 +18,10 @@ use crate::chain::availability::{AvailabilityNotifier, BULLETIN_BLOCKS};
 use crate::chain::layout::{Memory, Shape};
 use crate::chain::program::Wrap;
 use crate::chain::push_queue::{self, PushRecord};
-use crate::chain::queues::{COUNT, ChainQueues, QueueParams, SharedResources, accept_requests};
+use crate::chain::queues::{COUNT, ChainQueues, QueueParams, SharedResources};
 use crate::chain::reclaimer::{Reclaimer, Task, Urgency, WAITING};
-use crate::remote::route::{Start, set_lane_start, with_start};
+use crate::client_table::{AccessQps, Admission, ClientTable, refuse};
+use crate::remote::Start;
 use crate::scheme::{
     ClientId, ConnectReply, ConnectRequest, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, QpSet,
 };
@@ -61,7 +62,7 @@ pub struct Node<N: DirectNic> {
     push_record: N::Mr,
     reclaimer: Reclaimer<N>,
     notice: AvailabilityNotifier<N>,
-    pub(super) clients: BTreeMap<ClientId, Connection<N>>,
+    pub(super) clients: ClientTable<Connection<N>>,
     workers: HashMap<Qpn, ClientId>,
     refused: u64,
     frees: u64,
@@ -72,7 +73,7 @@ impl<N: DirectNic> Node<N> {
     /// Allocates the memory and initializes the tables and the free queue.
     pub fn new(nic: N, settings: Settings) -> Result<Self, Error> {
         settings.validate()?;
-        check_caps(&nic.caps())?;
+        settings.scheme.check_caps(&nic.caps())?;
         let shape = Shape {
             chunks: settings.chunks() as u32,
             chunk_bytes: settings.chunk_bytes,
@@ -110,7 +111,7 @@ impl<N: DirectNic> Node<N> {
             push_queue,
             push_record,
             reclaimer,
-            clients: BTreeMap::new(),
+            clients: ClientTable::default(),
             workers: HashMap::new(),
             refused: 0,
             frees: 0,
@@ -186,31 +187,22 @@ impl<N: DirectNic> Node<N> {
         };
         let counters = self.nic.alloc_dma(read_chain::COUNTERS_BYTES)?;
         let rights = Access::REMOTE_ATOMIC | Access::REMOTE_READ;
-        let access = |peer: &u32| -> Result<(N::Qp, PeerAddress), Error> {
-            let peer = request.peer(*peer);
-            let qp = self.nic.create_qp(
-                &self.data,
-                QpAttr {
-                    send_cq: &self.notice.written,
-                    recv_cq: &self.notice.written,
-                    send_blocks: BULLETIN_BLOCKS,
-                    receive: Receive::None,
-                    access: Access::NONE,
-                },
-            )?;
-            qp.connect(peer)?;
-            Ok((qp, peer))
+        let access = |_| {
+            let attr = QpAttr {
+                send_cq: &self.notice.written,
+                recv_cq: &self.notice.written,
+                send_blocks: BULLETIN_BLOCKS,
+                receive: Receive::None,
+                access: Access::NONE,
+            };
+            Ok(self.nic.create_qp(&self.data, attr)?)
         };
         Ok(Connection {
             reads: ChainQueues::new(&parts, &read)?,
             writes: ChainQueues::new(&parts, &write)?,
             counters: self.nic.reg_mr(&self.metadata, &counters, rights)?,
             rows: table::new_table(&self.nic, &self.metadata, self.numbers())?,
-            access: request
-                .groups
-                .iter()
-                .map(|group| group.iter().map(access).collect())
-                .collect::<Result<_, _>>()?,
+            access: AccessQps::new(request, access)?,
             bulletin: Remote {
                 addr: request.bulletin_addr,
                 rkey: verbs::Key(request.bulletin_rkey),
@@ -222,7 +214,7 @@ impl<N: DirectNic> Node<N> {
 
     /// Rewrites the chains and enables requests. No request may be in flight.
     fn open(&mut self, client: ClientId) -> Result<(), Error> {
-        let c = self.clients.get(&client).ok_or_else(|| unknown(client))?;
+        let c = self.clients.known(client)?;
         for d in c.queues() {
             d.worker.modify(QpChange::Reset)?;
         }
@@ -230,7 +222,7 @@ impl<N: DirectNic> Node<N> {
         // stop.
         self.poll_faults()?;
         let push = self.push();
-        let c = self.clients.get_mut(&client).ok_or_else(|| unknown(client))?;
+        let c = self.clients.known_mut(client)?;
         let mut answers = [(Cqn::new(0), 0); 2];
         for (d, answers) in [&mut c.reads, &mut c.writes].into_iter().zip(&mut answers) {
             (d.first, d.stopped) = (0, None);
@@ -310,7 +302,7 @@ impl<N: DirectNic> Node<N> {
     fn advance_reclamation(&mut self) -> Result<bool, Error> {
         let mut any = false;
         let mut retired = Vec::new();
-        for (&client, c) in &mut self.clients {
+        for (&client, c) in self.clients.iter_mut() {
             any |= match c.stage {
                 Stage::Open | Stage::Closed => false,
                 Stage::Closing | Stage::Settling if !c.is_at_rest(&self.nic)? => false,
@@ -370,62 +362,23 @@ impl<N: DirectNic> Node<N> {
         let new = self.notice.set_empty(empty);
         if new {
             for c in self.clients.values().filter(|c| !c.stage.is_gone()) {
-                if let Some((qp, _)) = c.access.first().and_then(|lanes| lanes.first()) {
-                    self.notice.notify(qp, c.bulletin);
+                if let Some(first) = c.access.iter().next() {
+                    self.notice.notify(&first.qp, c.bulletin);
                 }
             }
         }
         new
     }
-
-    fn connected(&mut self, client: ClientId) -> Result<&mut Connection<N>, Error> {
-        let c = self.clients.get_mut(&client).filter(|c| !c.stage.is_gone());
-        c.ok_or_else(|| unknown(client))
-    }
-}
-
-fn refuse(why: impl ToString) -> Error {
-    Error::Refused { attempt: "admitting a client".into(), why: why.to_string() }
-}
-
-fn unknown(client: ClientId) -> Error {
-    Error::Refused {
-        attempt: format!("serving client {}", client.0),
-        why: "the client is not connected".into(),
-    }
 }
 
 impl<N: DirectNic> NodeScheme for Node<N> {
     fn admit(&mut self, client: ClientId, request: &ConnectRequest) -> Result<ConnectReply, Error> {
-        if self.clients.len() >= self.settings.clients_max as usize {
-            return Err(refuse(format!(
-                "the limit is reached: {} clients are connected or being reclaimed",
-                self.clients.len()
-            )));
-        }
         let lanes = self.settings.lanes() as usize;
-        if request.groups.is_empty() || request.groups.iter().any(|g| g.len() != lanes) {
-            return Err(refuse(format!(
-                "the request must name QP groups with {lanes} access QPs each"
-            )));
-        }
-        if self.clients.contains_key(&client) {
-            return Err(refuse(format!("client {} is already connected", client.0)));
-        }
+        let expected = Admission { settings: &self.settings, management: 2, lanes, leaving: 0 };
+        self.clients.check(client, request, &expected)?;
         let c = self.connection(client, request)?;
-        let admitted = ConnectReply {
-            client: client.0,
-            chunk_bytes: self.settings.chunk_bytes,
-            group_size: self.settings.group_size,
-            credits: self.settings.credits,
-            management: c.queues().map(|d| d.front.qpn().raw()).to_vec(),
-            groups: c
-                .access
-                .iter()
-                .map(|lanes| lanes.iter().map(|(qp, _)| qp.qpn().raw()).collect())
-                .collect(),
-            metadata: None,
-        };
+        let fronts = c.queues().map(|d| d.front.qpn().raw()).to_vec();
+        let admitted = ConnectReply::of(&self.settings, client, fronts, &c.access);
         let workers = c.queues().map(|d| d.worker.qpn());
         self.clients.insert(client, c);
         if let Err(e) = self.open(client) {
@@ -437,11 +390,9 @@ impl<N: DirectNic> NodeScheme for Node<N> {
     }
 
     fn retire(&mut self, client: ClientId) -> Result<(), Error> {
-        let Ok(c) = self.connected(client) else { return Ok(()) };
+        let Ok(c) = self.clients.known_mut(client) else { return Ok(()) };
         c.close()?;
-        for (qp, _) in c.access.iter().flatten() {
-            qp.modify(QpChange::Error)?;
-        }
+        c.access.shut_down()?;
         // A connection in stage Closed has been stopped already and holds no page.
         c.stage = if c.stage == Stage::Closed { Stage::Scanning(0) } else { Stage::Settling };
         Ok(())
@@ -466,7 +417,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
     }
 
     fn client_waits(&mut self, client: ClientId) -> Result<bool, Error> {
-        self.connected(client)?;
+        self.clients.known_mut(client)?;
         if self.memory.permits() > 0 {
             return Ok(false);
         }
@@ -477,7 +428,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
     fn reset_management(&mut self, client: ClientId) -> Result<Option<Vec<u32>>, Error> {
         self.poll_faults()?;
         let nic = self.nic.clone();
-        let c = self.connected(client)?;
+        let c = self.clients.known_mut(client)?;
         c.notify = false; // the client reset its side itself
         if c.stage == Stage::Open {
             c.close()?;
@@ -489,7 +440,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
             }
             self.advance_reclamation()?;
         }
-        let c = self.connected(client)?;
+        let c = self.clients.known_mut(client)?;
         c.close()?;
         let fronts = c.queues().map(|d| d.front.qpn().raw()).to_vec();
         self.open(client)?;
@@ -497,31 +448,15 @@ impl<N: DirectNic> NodeScheme for Node<N> {
     }
 
     fn management_is_open(&self, client: ClientId) -> Result<bool, Error> {
-        let c = self.clients.get(&client).ok_or_else(|| unknown(client))?;
-        Ok(c.stage == Stage::Open && accept_requests(c.queues())?)
+        self.clients.management_is_open(client)
     }
 
     fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {
-        let c = self.connected(client)?;
-        let lanes = c.access.get(group.0 as usize);
-        let Some((qp, peer)) = lanes.and_then(|lanes| lanes.get(lane.0 as usize)) else {
-            return Err(Error::Refused {
-                attempt: format!("re-establishing lane {} of group {}", lane.0, group.0),
-                why: "the client has no such QP".into(),
-            });
-        };
-        qp.connect(*peer)?;
-        Ok(qp.qpn().raw())
+        self.clients.reset_access(client, group, lane)
     }
 
     fn set_start(&mut self, client: ClientId, part: QpSet, start: Start) {
-        let Some(c) = self.clients.get_mut(&client) else { return };
-        match part {
-            QpSet::Management => [&mut c.reads, &mut c.writes]
-                .into_iter()
-                .for_each(|d| d.front_peer = with_start(d.front_peer, start)),
-            QpSet::Access(group, lane) => set_lane_start(&mut c.access, group, lane, start),
-        }
+        self.clients.set_start(client, part, start);
     }
 
     fn events(&self) -> Option<Arc<dyn CpuEvents>> {
@@ -535,15 +470,14 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         let chunks = self.memory.shape.chunks as u64;
         let free = self.memory.permits().clamp(0, chunks as i64) as u64;
         let reclaimed = self.reclaimer.released.min(self.frees);
-        let leaving = self.clients.values().filter(|c| c.stage.is_gone()).count() as u64;
         Ok(NodeStatus {
-            scheme: self.settings.scheme.name().into(),
+            scheme: self.settings.scheme.name.into(),
             chunk_bytes: self.settings.chunk_bytes,
             functions: 0,
             chunks,
             free,
-            clients: self.clients.len() as u64 - leaving,
-            leaving,
+            clients: self.clients.connected(),
+            leaving: self.clients.leaving(),
             allocations_nic: self.frees + chunks - free,
             allocations_cpu: 0,
             frees_nic: self.frees - reclaimed,
@@ -578,7 +512,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
                 return Err(broken(format!("page {page} is in the free queue twice")));
             }
         }
-        for (client, c) in &self.clients {
+        for (client, c) in self.clients.iter() {
             for n in 0..self.numbers() {
                 let Some(page) = table::page_of(&self.memory, c.rows.memory(), n) else { continue };
                 if let Some(other) = at[page as usize].replace(*client) {
@@ -594,20 +528,4 @@ impl<N: DirectNic> NodeScheme for Node<N> {
             Some(page) => Err(broken(format!("page {page} is lost: neither free nor mapped"))),
         }
     }
-}
-
-/// Returns an error if the NIC lacks a capability that the scheme needs.
-pub(super) fn check_caps(caps: &Caps) -> Result<(), Error> {
-    if caps.chains && caps.big_endian_atomics {
-        return Ok(());
-    }
-    Err(verbs::Error::Unsupported {
-        attempt: "serving with scheme odrp".into(),
-        why: format!(
-            "the NIC must have WAIT and SEND_EN, and big-endian atomics; {} has chains: {}, \
-             big-endian atomics: {}",
-            caps.name, caps.chains, caps.big_endian_atomics
-        ),
-    }
-    .into())
 }

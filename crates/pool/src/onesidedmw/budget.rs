@@ -22,7 +22,7 @@ impl<N: DirectNic> Node<N> {
         }
         self.next_budget_check = Some(now + budget.interval);
         let mut over = Vec::new();
-        for (&client, c) in &mut self.clients {
+        for (&client, c) in self.clients.iter_mut() {
             if c.management != Management::Open {
                 continue;
             }

@@ -20,18 +20,17 @@ use super::{alloc_chain, free_chain};
 use crate::Error;
 use crate::budget::Meter;
 use crate::chain::availability::BULLETIN_BLOCKS;
-use crate::chain::queues::{ChainQueues, QueueParams};
+use crate::chain::queues::{ChainQueues, QueueParams, accept_requests};
+use crate::client_table::{AccessQps, ClientEntry};
+use crate::remote::Start;
+use crate::remote::route::with_start;
 use crate::scheme::{ClientId, ConnectRequest};
-
-/// Access QPs by group and lane, each with the client's QP that it is connected to.
-pub(super) type AccessQps<N> = Vec<Vec<(<N as verbs::Nic>::Qp, PeerAddress)>>;
 
 /// Queues and management state of one client.
 pub(super) struct Connection<N: DirectNic> {
     /// Queues for allocations: one; without separation, one for each access QP.
     pub allocs: Vec<ChainQueues<N>>,
     pub free: ChainQueues<N>,
-    /// Access QPs by group and lane, each with the client's QP that it is connected to.
     pub access: AccessQps<N>,
     /// The client allocates over QPs other than its access QPs.
     pub separate: bool,
@@ -96,6 +95,32 @@ impl<N: DirectNic> Connection<N> {
     }
 }
 
+impl<N: DirectNic> ClientEntry for Connection<N> {
+    type Nic = N;
+
+    fn access(&self) -> &AccessQps<N> {
+        &self.access
+    }
+
+    fn access_mut(&mut self) -> &mut AccessQps<N> {
+        &mut self.access
+    }
+
+    fn set_management_start(&mut self, start: Start) {
+        for d in self.allocs.iter_mut().chain([&mut self.free]) {
+            d.front_peer = with_start(d.front_peer, start);
+        }
+    }
+
+    fn is_open(&self) -> Result<bool, Error> {
+        Ok(self.management == Management::Open && accept_requests(self.queues())?)
+    }
+
+    fn is_leaving(&self) -> bool {
+        false
+    }
+}
+
 impl<N: DirectNic> Node<N> {
     /// Creates a client's QPs, and connects its access QPs.
     pub(super) fn connection(
@@ -123,11 +148,12 @@ impl<N: DirectNic> Node<N> {
         let free =
             ChainQueues::new(&self.parts(), &self.free_purpose(client, request.peer(free_peer)))?;
         let access = match separate {
-            true => self.access_qps(request)?,
+            true => AccessQps::new(request, |_| self.access_qp())?,
             false => allocs
                 .chunks(self.settings.lanes() as usize)
-                .map(|lanes| lanes.iter().map(|d| (d.front.clone(), d.front_peer)).collect())
-                .collect(),
+                .map(|lanes| lanes.iter().map(ChainQueues::access_qp).collect())
+                .collect::<Vec<_>>()
+                .into(),
         };
         let bulletin =
             Remote { addr: request.bulletin_addr, rkey: verbs::Key(request.bulletin_rkey) };
@@ -147,29 +173,16 @@ impl<N: DirectNic> Node<N> {
         })
     }
 
-    /// Creates the QPs that the client's access QPs connect to.
-    fn access_qps(&self, request: &ConnectRequest) -> Result<AccessQps<N>, Error> {
-        let mut access = Vec::new();
-        for group in &request.groups {
-            let mut lanes = Vec::new();
-            for &peer in group {
-                let qp = self.nic.create_qp(
-                    &self.data,
-                    QpAttr {
-                        send_cq: &self.notice.written,
-                        recv_cq: &self.notice.written,
-                        send_blocks: BULLETIN_BLOCKS,
-                        receive: Receive::None,
-                        access: Access::REMOTE_ALL,
-                    },
-                )?;
-                let peer = request.peer(peer);
-                qp.connect(peer)?;
-                lanes.push((qp, peer));
-            }
-            access.push(lanes);
-        }
-        Ok(access)
+    /// Creates a QP that an access QP of a client connects to.
+    fn access_qp(&self) -> Result<N::Qp, Error> {
+        let attr = QpAttr {
+            send_cq: &self.notice.written,
+            recv_cq: &self.notice.written,
+            send_blocks: BULLETIN_BLOCKS,
+            receive: Receive::None,
+            access: Access::REMOTE_ALL,
+        };
+        Ok(self.nic.create_qp(&self.data, attr)?)
     }
 
     fn alloc_purpose(&self, owner: ClientId, peer: PeerAddress) -> QueueParams<'_, N> {

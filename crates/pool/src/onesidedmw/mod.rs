@@ -49,5 +49,23 @@ pub use crate::chain::{layout, program};
 pub use client::Client;
 pub use node::Node;
 
+use crate::info::{AccessKind, Allocator, Isolation, Need, ReleaseTime, Scheme, SchemeInfo, Sizes};
+use crate::settings::CHUNKS_MAX;
+
+/// Scheme `onesidedmw`: chains of work requests that the memory node's NIC executes.
+pub const ONESIDEDMW: Scheme = &SchemeInfo {
+    name: "onesidedmw",
+    source: "OneSidedMW §3 to §5",
+    allocator: Allocator::Nic,
+    isolation: Isolation::QpWindows,
+    sizes: Sizes::Chunk,
+    access: AccessKind::OneSided,
+    release: ReleaseTime::BeforeReturn,
+    needs: &[Need::Chains, Need::Type2Windows, Need::BigEndianAtomics],
+    chunk_bytes: None,
+    chunks_max: CHUNKS_MAX,
+    unsafe_because: None,
+};
+
 #[cfg(test)]
 mod tests;

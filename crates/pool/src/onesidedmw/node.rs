@@ -15,15 +15,16 @@ use verbs::{
     ReceiveAttr, Status,
 };
 
-use super::connection::{Connection, Management};
+use super::connection::Connection;
 use super::layout::{Memory, Shape};
 use super::program::Wrap;
 use super::reclaim::Leaving;
 use crate::chain::availability::AvailabilityNotifier;
 use crate::chain::push_queue::{self, PushRecord};
-use crate::chain::queues::{SharedResources, accept_requests};
+use crate::chain::queues::SharedResources;
 use crate::chain::reclaimer::Reclaimer;
-use crate::remote::route::{Start, set_lane_start, with_start};
+use crate::client_table::{Admission, ClientTable, refuse, unknown};
+use crate::remote::Start;
 use crate::scheme::{
     ClientId, ConnectReply, ConnectRequest, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, QpSet,
 };
@@ -71,7 +72,7 @@ pub struct Node<N: DirectNic> {
     pub(super) push_queue: N::Srq,
     push_record: N::Mr,
     pub(super) reclaimer: Reclaimer<N>,
-    pub(super) clients: BTreeMap<ClientId, Connection<N>>,
+    pub(super) clients: ClientTable<Connection<N>>,
     /// Departed clients whose chunks are being reclaimed.
     pub(super) leaving: BTreeMap<ClientId, Leaving<N>>,
     /// The client of each worker.
@@ -105,18 +106,7 @@ impl<N: DirectNic> Node<N> {
     /// Allocates the memory and the windows, and initializes the table and the free queue.
     pub fn new(nic: N, settings: Settings) -> Result<Self, Error> {
         settings.validate()?;
-        let caps = nic.caps();
-        if !caps.chains || !caps.windows || !caps.big_endian_atomics {
-            return Err(verbs::Error::Unsupported {
-                attempt: "serving with scheme onesidedmw".into(),
-                why: format!(
-                    "the NIC must have WAIT and SEND_EN, type-2B windows and big-endian atomics; \
-                     {} has chains: {}, windows: {}, big-endian atomics: {}",
-                    caps.name, caps.chains, caps.windows, caps.big_endian_atomics
-                ),
-            }
-            .into());
-        }
+        settings.scheme.check_caps(&nic.caps())?;
         let shape = shape(&settings);
         let (data, metadata) = (nic.alloc_pd()?, nic.alloc_pd()?);
         let windows = nic.alloc_mws(&data, shape.chunks as usize * shape.group)?;
@@ -147,7 +137,7 @@ impl<N: DirectNic> Node<N> {
             push_queue,
             push_record,
             reclaimer,
-            clients: BTreeMap::new(),
+            clients: ClientTable::default(),
             leaving: BTreeMap::new(),
             workers: HashMap::new(),
             stopped: Vec::new(),
@@ -249,9 +239,9 @@ impl<N: DirectNic> Node<N> {
                 // a client has not received "empty" either.
                 if c.separate
                     && c.has_sent_requests(&self.nic)
-                    && let Some((qp, _)) = c.access.first().and_then(|lanes| lanes.first())
+                    && let Some(first) = c.access.iter().next()
                 {
-                    self.notice.notify(qp, c.bulletin);
+                    self.notice.notify(&first.qp, c.bulletin);
                 }
             }
         }
@@ -259,50 +249,23 @@ impl<N: DirectNic> Node<N> {
     }
 }
 
-fn unknown(client: ClientId) -> Error {
-    Error::Refused {
-        attempt: format!("serving client {}", client.0),
-        why: "the client is not connected".into(),
-    }
-}
-
 impl<N: DirectNic> NodeScheme for Node<N> {
     fn admit(&mut self, client: ClientId, request: &ConnectRequest) -> Result<ConnectReply, Error> {
-        let refuse =
-            |why: String| Err(Error::Refused { attempt: "admitting a client".into(), why });
-        let (here, leaving) = (self.clients.len(), self.leaving.len());
-        if here + leaving >= self.settings.clients_max as usize {
-            return refuse(format!(
-                "the limit is reached: {here} clients are connected, {leaving} are being reclaimed"
-            ));
+        let settings = &self.settings;
+        if self.leaving.contains_key(&client) {
+            return Err(refuse(format!("client {} is being reclaimed", client.0)));
         }
-        let lanes = self.settings.lanes() as usize;
-        let groups = &request.groups;
-        if groups.is_empty() {
-            return refuse("the request must name a QP group".into());
-        }
-        if groups.iter().any(|g| g.len() != lanes) {
-            return refuse(format!("each QP group must have {lanes} access QPs"));
-        }
-        if client.0 == 0 || self.clients.contains_key(&client) || self.leaving.contains_key(&client)
-        {
-            return refuse(format!("client {} is already connected", client.0));
-        }
+        let expected = Admission {
+            settings,
+            management: if settings.separation { 2 } else { 1 },
+            lanes: settings.lanes() as usize,
+            leaving: self.leaving.len(),
+        };
+        self.clients.check(client, request, &expected)?;
         let mut c = self.connection(client, request)?;
         self.open(&mut c)?;
-        let admitted = ConnectReply {
-            client: client.0,
-            chunk_bytes: self.settings.chunk_bytes,
-            group_size: self.settings.group_size,
-            credits: self.settings.credits,
-            management: c.management_qpns(),
-            groups: c
-                .access
-                .iter()
-                .map(|lanes| lanes.iter().map(|(qp, _)| qp.qpn().raw()).collect())
-                .collect(),
-            metadata: None,
-        };
+        let fronts = c.management_qpns();
+        let admitted = ConnectReply::of(&self.settings, client, fronts, &c.access);
         self.workers.extend(c.queues().map(|d| (d.worker.qpn(), client)));
         self.clients.insert(client, c);
         Ok(admitted)
@@ -325,39 +288,21 @@ impl<N: DirectNic> NodeScheme for Node<N> {
     }
 
     fn management_is_open(&self, client: ClientId) -> Result<bool, Error> {
-        let c = self.clients.get(&client).ok_or_else(|| unknown(client))?;
-        Ok(c.management == Management::Open && accept_requests(c.queues())?)
+        self.clients.management_is_open(client)
     }
 
     fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {
-        let c = self.clients.get(&client).ok_or_else(|| unknown(client))?;
-        let lanes = c.access.get(group.0 as usize);
-        let Some((qp, peer)) = lanes.and_then(|lanes| lanes.get(lane.0 as usize)) else {
-            return Err(Error::Refused {
-                attempt: format!("re-establishing lane {} of group {}", lane.0, group.0),
-                why: "the client has no such QP".into(),
-            });
-        };
-        if !c.separate {
+        if !self.settings.separation {
             return Err(Error::Refused {
                 attempt: format!("re-establishing lane {} of group {}", lane.0, group.0),
                 why: "without separation, lanes are re-established with the management QPs".into(),
             });
         }
-        qp.connect(*peer)?;
-        Ok(qp.qpn().raw())
+        self.clients.reset_access(client, group, lane)
     }
 
     fn set_start(&mut self, client: ClientId, part: QpSet, start: Start) {
-        let Some(c) = self.clients.get_mut(&client) else { return };
-        match part {
-            QpSet::Management => c
-                .allocs
-                .iter_mut()
-                .chain([&mut c.free])
-                .for_each(|d| d.front_peer = with_start(d.front_peer, start)),
-            QpSet::Access(group, lane) => set_lane_start(&mut c.access, group, lane, start),
-        }
+        self.clients.set_start(client, part, start);
     }
 
     fn events(&self) -> Option<Arc<dyn CpuEvents>> {
@@ -405,7 +350,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         let returned = self.counted.frees;
         let reclaimed = self.reclaimer.released.min(returned);
         Ok(NodeStatus {
-            scheme: "onesidedmw".into(),
+            scheme: self.settings.scheme.name.into(),
             chunk_bytes: self.settings.chunk_bytes,
             functions: 0,
             chunks,

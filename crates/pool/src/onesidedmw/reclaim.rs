@@ -6,8 +6,8 @@
 //!   push to the queue
 //! ```
 
+use verbs::QueuePair;
 use verbs::direct::DirectNic;
-use verbs::{QpChange, QueuePair};
 
 use super::connection::Connection;
 use super::node::Node;
@@ -52,9 +52,7 @@ impl<N: DirectNic> Node<N> {
         connection.close()?;
         // From here on the client's keys are useless: its windows are bound to QPs in the error
         // state.
-        for (qp, _) in connection.access.iter().flatten() {
-            qp.modify(QpChange::Error)?;
-        }
+        connection.access.shut_down()?;
         self.closing.remove(&client);
         if let Some(connection) = self.clients.remove(&client) {
             self.leaving.insert(client, Leaving { connection, stage: Stage::Settling });

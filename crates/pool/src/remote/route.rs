@@ -7,8 +7,6 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use verbs::{PairSecret, PathMtu, PeerAddress, Psn, Qpn, RemotePeer};
 
-use crate::scheme::{GroupId, Lane};
-
 /// UDP port and MTU of the NIC at one end of a control connection. Its IP address is that of the
 /// connection, so that neither end can direct packets to a third party.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -93,19 +91,6 @@ pub fn sibling_peer(peer: PeerAddress, qpn: Qpn) -> PeerAddress {
     match peer {
         PeerAddress::Local(_) => qpn.into(),
         PeerAddress::Remote(peer) => RemotePeer { qpn, ..peer }.into(),
-    }
-}
-
-/// Sets the initial state of the access QP of one lane; does nothing if the lane does not exist.
-pub(crate) fn set_lane_start<T>(
-    groups: &mut [Vec<(T, PeerAddress)>],
-    group: GroupId,
-    lane: Lane,
-    start: Start,
-) {
-    let lanes = groups.get_mut(group.0 as usize);
-    if let Some((_, peer)) = lanes.and_then(|lanes| lanes.get_mut(lane.0 as usize)) {
-        *peer = with_start(*peer, start);
     }
 }
 

@@ -81,12 +81,161 @@ pub use view::AllocationView;
 
 use verbs::Key;
 
+use crate::Error;
+use crate::info::{AccessKind, Allocator, Isolation, Need, ReleaseTime, Scheme, SchemeInfo, Sizes};
 use crate::scheme::MAX_GROUP;
+use crate::settings::CHUNKS_MAX;
 
 /// Size of a request in bytes.
 const REQUEST_BYTES: usize = 16;
 /// Size of a reply in bytes.
 const REPLY_BYTES: usize = 64;
+
+/// Inline data of a reply.
+const INLINE: Need = Need::Inline(REPLY_BYTES as u32);
+/// The reason why a scheme with unguarded type-1 windows is unsafe.
+const GUESSABLE: &str = "keys have 8 secret bits and can be guessed";
+
+/// Scheme `rpc-mw-2`: the CPU binds type-2 windows.
+pub const RPC_MW_2: Scheme = &SchemeInfo {
+    name: "rpc-mw-2",
+    source: "OneSidedMW §2.2.2",
+    allocator: Allocator::NodeCpu,
+    isolation: Isolation::QpWindows,
+    sizes: Sizes::Chunk,
+    access: AccessKind::OneSided,
+    release: ReleaseTime::BeforeReturn,
+    needs: &[Need::Type2Windows, INLINE],
+    chunk_bytes: None,
+    chunks_max: CHUNKS_MAX,
+    unsafe_because: None,
+};
+
+/// Scheme `rpc-mw-1`: `rpc-mw-2` with type-1 windows. One rebind frees and allocates a chunk.
+pub const RPC_MW_1: Scheme = &SchemeInfo {
+    name: "rpc-mw-1",
+    source: "OneSidedMW §2.2.2, §2.3",
+    allocator: Allocator::NodeCpu,
+    isolation: Isolation::SharedWindows,
+    sizes: Sizes::Chunk,
+    access: AccessKind::OneSided,
+    release: ReleaseTime::Quarantine,
+    needs: &[Need::Type1Windows, INLINE],
+    chunk_bytes: None,
+    chunks_max: CHUNKS_MAX,
+    unsafe_because: Some(GUESSABLE),
+};
+
+/// Scheme `fine-mr`: the CPU registers a memory region for each allocation.
+pub const FINE_MR: Scheme = &SchemeInfo {
+    name: "fine-mr",
+    source: "OneSidedMW §6",
+    allocator: Allocator::NodeCpu,
+    isolation: Isolation::Regions,
+    sizes: Sizes::Chunk,
+    access: AccessKind::OneSided,
+    release: ReleaseTime::BeforeReturn,
+    needs: &[INLINE],
+    chunk_bytes: None,
+    chunks_max: CHUNKS_MAX,
+    unsafe_because: None,
+};
+
+/// Scheme `static-mr`: the CPU allocates from coarse regions that it registered in advance.
+pub const STATIC_MR: Scheme = &SchemeInfo {
+    name: "static-mr",
+    source: "OneSidedMW §2.2.1",
+    allocator: Allocator::NodeCpu,
+    isolation: Isolation::Regions,
+    sizes: Sizes::Chunk,
+    access: AccessKind::OneSided,
+    release: ReleaseTime::BeforeReturn,
+    needs: &[INLINE],
+    chunk_bytes: None,
+    chunks_max: CHUNKS_MAX,
+    unsafe_because: None,
+};
+
+/// Scheme `premmap-rpc`: the CPU allocates blocks of several sizes whose windows it bound in
+/// advance. Windows are of type 1: clients must trust each other not to guess keys.
+pub const PREMMAP_RPC: Scheme = &SchemeInfo {
+    name: "premmap-rpc",
+    source: "FineMem §6.1",
+    allocator: Allocator::NodeCpu,
+    isolation: Isolation::SharedWindowsAhead,
+    sizes: Sizes::Blocks,
+    access: AccessKind::OneSided,
+    release: ReleaseTime::BeforeReturn,
+    needs: &[Need::Type1Windows, INLINE],
+    chunk_bytes: None,
+    chunks_max: CHUNKS_MAX,
+    unsafe_because: Some(GUESSABLE),
+};
+
+/// Scheme `ondemand-rpc`: `fine-mr` with several sizes.
+pub const ONDEMAND_RPC: Scheme = &SchemeInfo {
+    name: "ondemand-rpc",
+    source: "FineMem §6.1",
+    allocator: Allocator::NodeCpu,
+    isolation: Isolation::Regions,
+    sizes: Sizes::Blocks,
+    access: AccessKind::OneSided,
+    release: ReleaseTime::BeforeReturn,
+    needs: &[INLINE],
+    chunk_bytes: None,
+    chunks_max: CHUNKS_MAX,
+    unsafe_because: None,
+};
+
+/// The scheme of this name.
+fn find(name: &str) -> Result<Scheme, Error> {
+    let all = [RPC_MW_2, RPC_MW_1, FINE_MR, STATIC_MR, PREMMAP_RPC, ONDEMAND_RPC];
+    all.into_iter().find(|scheme| scheme.name == name).ok_or_else(|| crate::scheme::unknown(name))
+}
+
+/// The mechanism that opens a chunk to a compute node.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Opening {
+    /// A type-2 window per access QP.
+    Bind,
+    /// A type-1 window, rebound from the chunk that was freed last.
+    Rebind,
+    /// A type-1 window that was bound in advance.
+    BindAhead,
+    /// A region.
+    Register,
+    /// A region that was registered in advance.
+    RegisterAhead,
+}
+
+impl Opening {
+    fn of(scheme: Scheme) -> Result<Self, Error> {
+        Ok(match scheme {
+            RPC_MW_2 => Self::Bind,
+            RPC_MW_1 => Self::Rebind,
+            PREMMAP_RPC => Self::BindAhead,
+            FINE_MR | ONDEMAND_RPC => Self::Register,
+            STATIC_MR => Self::RegisterAhead,
+            other => {
+                return Err(Error::Setting {
+                    setting: "scheme",
+                    value: other.name.into(),
+                    why: "it does not allocate by RPC".into(),
+                });
+            }
+        })
+    }
+
+    /// True if chunks are opened with type-1 windows.
+    fn is_type1(self) -> bool {
+        matches!(self, Self::Rebind | Self::BindAhead)
+    }
+
+    /// True if chunks are opened with regions.
+    fn is_region(self) -> bool {
+        matches!(self, Self::Register | Self::RegisterAhead)
+    }
+}
 
 /// Operation of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -6,25 +6,26 @@ use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
 use verbs::{
-    Access, Caps, CqAttr, Key, MemoryRegion, Nic, QpAttr, QpChange, QpState, QueuePair, Receive,
-    ReceiveAttr, Remote,
+    Access, CqAttr, Key, MemoryRegion, Nic, QpAttr, QpChange, QueuePair, Receive, ReceiveAttr,
+    Remote,
 };
 
 use super::blocks::Blocks;
-use super::peer::{Path, Peer};
+use super::peer::Peer;
 use super::regions::Regions;
 use super::table::{Protection, Table};
 use super::view::AllocationView;
 use super::windows::{Type1, Type2};
 use super::worker::{BIND_BLOCKS, Core, Handle, Shared, State};
-use super::{REPLY_BYTES, REQUEST_BYTES};
+use super::{Opening, REQUEST_BYTES};
 use crate::Error;
-use crate::remote::route::{Start, with_start};
+use crate::client_table::{AccessQps, Admission, PeerQp, refuse};
+use crate::remote::Start;
 use crate::scheme::{
     ClientId, ConnectReply, ConnectRequest, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
     QpSet, Worker,
 };
-use crate::settings::{SchemeKind, Settings};
+use crate::settings::Settings;
 
 /// Send blocks of a management QP per request in flight: the reply, a bulletin "empty" before it,
 /// and a bulletin "available" after it.
@@ -41,46 +42,33 @@ impl<N: Nic> Node<N> {
     /// Donates memory according to `settings`.
     pub fn new(nic: &N, settings: &Settings) -> Result<Self, Error> {
         settings.validate()?;
-        let (scheme, caps) = (settings.scheme, nic.caps());
-        if let Some(missing) = missing(scheme, &caps) {
-            return Err(Error::Setting {
-                setting: "scheme",
-                value: scheme.name().into(),
-                why: format!("the NIC {} lacks {missing}", caps.name),
-            });
-        }
+        let opening = Opening::of(settings.scheme)?;
+        settings.scheme.check_caps(&nic.caps())?;
         let blocks = Blocks::of(settings);
         let lanes = settings.lanes() as usize;
         let pd = nic.alloc_pd()?;
         let (bytes, unit) = (settings.chunks() * settings.chunk_bytes, settings.chunk_bytes);
         let memory = nic.alloc_thin(bytes as usize, unit as usize, settings.kept_bytes())?;
         let memory = nic.reg_mr(&pd, &memory, Access::LOCAL_ALL)?;
-        let protection = match scheme {
-            SchemeKind::RpcMw2 => Protection::Type2(Type2::new(nic, &pd, &memory, blocks, lanes)?),
-            SchemeKind::RpcMw1 | SchemeKind::PremmapRpc => {
-                let ahead = scheme == SchemeKind::PremmapRpc;
+        let protection = match opening {
+            Opening::Bind => Protection::Type2(Type2::new(nic, &pd, &memory, blocks, lanes)?),
+            Opening::Rebind | Opening::BindAhead => {
+                let ahead = opening == Opening::BindAhead;
                 Protection::Type1(Type1::new(nic, &pd, &memory, blocks, ahead)?)
             }
-            SchemeKind::FineMr | SchemeKind::StaticMr | SchemeKind::OnDemandRpc => {
+            Opening::Register | Opening::RegisterAhead => {
                 Protection::Regions(Regions::new(blocks.count()))
-            }
-            other => {
-                return Err(Error::Setting {
-                    setting: "scheme",
-                    value: other.name().into(),
-                    why: "it does not allocate by RPC".into(),
-                });
             }
         };
         let cores = settings.cores.min(settings.clients_max) as usize;
         let base = memory.memory().addr();
         let table = Table::new(protection, lanes, base, blocks, cores);
         let cores = (0..cores)
-            .map(|index| Core::new(nic, &pd, settings, index))
+            .map(|index| Core::new(nic, &pd, (settings, opening), index))
             .collect::<Result<Vec<_>, _>>()?;
         let (nic, settings, table) = (nic.clone(), settings.clone(), Mutex::new(table));
-        let shared = Arc::new(Shared { nic, settings, pd, memory, blocks, table, cores });
-        if scheme == SchemeKind::PremmapRpc {
+        let shared = Arc::new(Shared { nic, settings, opening, pd, memory, blocks, table, cores });
+        if opening == Opening::BindAhead {
             shared.cores[0].state.lock().bind_ahead(&shared)?;
         }
         Ok(Self { shared, core_by_client: BTreeMap::new() })
@@ -118,33 +106,9 @@ impl<N: Nic> Node<N> {
     fn make_peer(&self, state: &State<N>, request: &ConnectRequest) -> Result<Peer<N>, Error> {
         let settings = &self.shared.settings;
         let (nic, credits) = (&self.shared.nic, settings.credits);
-        let lanes = settings.lanes() as usize;
-        let [management_peer] = request.management[..] else {
-            return Err(refuse(format!(
-                "scheme {} needs one management QP, {} were given",
-                settings.scheme,
-                request.management.len()
-            )));
-        };
-        if !(1..=settings.groups_max as usize).contains(&request.groups.len()) {
-            return Err(refuse(format!(
-                "{} QP groups were given; 1 to {} are allowed",
-                request.groups.len(),
-                settings.groups_max
-            )));
-        }
-        if let Some(group) = request.groups.iter().find(|group| group.len() != lanes) {
-            return Err(refuse(format!(
-                "a QP group of {} QPs was given; window groups of {} serve {lanes}",
-                group.len(),
-                settings.group_size
-            )));
-        }
-        let pd = match settings.scheme {
-            SchemeKind::FineMr | SchemeKind::StaticMr | SchemeKind::OnDemandRpc => {
-                nic.alloc_pd()?
-            }
-            _ => self.shared.pd.clone(),
+        let pd = match self.shared.opening.is_region() {
+            true => nic.alloc_pd()?,
+            false => self.shared.pd.clone(),
         };
         let blocks = (credits * ANSWER_BLOCKS).next_power_of_two();
         let replies = nic.create_cq(CqAttr { entries: blocks, ignore_overrun: false })?;
@@ -160,7 +124,7 @@ impl<N: Nic> Node<N> {
         )?;
         let inbox = nic.alloc_dma(credits as usize * REQUEST_BYTES)?;
         let inbox = nic.reg_mr(&pd, &inbox, Access::LOCAL_ALL)?;
-        let path = |peer: &u32| -> Result<Path<N>, Error> {
+        let access = AccessQps::new(request, |_| {
             let attr = QpAttr {
                 send_cq: &state.binds,
                 recv_cq: &state.binds,
@@ -168,22 +132,14 @@ impl<N: Nic> Node<N> {
                 receive: Receive::None,
                 access: Access::REMOTE_ALL,
             };
-            let path = Path::<N> { qp: nic.create_qp(&pd, attr)?, peer: request.peer(*peer) };
-            path.qp.connect(path.peer)?;
-            Ok(path)
-        };
-        let groups = request
-            .groups
-            .iter()
-            .map(|group| group.iter().map(path).collect())
-            .collect::<Result<_, _>>()?;
+            Ok(nic.create_qp(&pd, attr)?)
+        })?;
         let mut peer = Peer {
-            management,
-            management_peer: request.peer(management_peer),
+            management: PeerQp { qp: management, peer: request.peer(request.management[0]) },
             epoch: 0,
             replies,
             inbox,
-            groups,
+            access,
             bulletin: Remote { addr: request.bulletin_addr, rkey: Key(request.bulletin_rkey) },
             generation: 0,
             bulletins: 0,
@@ -204,21 +160,13 @@ impl<N: Nic> NodeScheme for Node<N> {
         let core = self.least_loaded_core()?;
         let settings = &self.shared.settings;
         let mut state = self.shared.cores[core].state.lock();
+        let lanes = settings.lanes() as usize;
+        let expected = Admission { settings, management: 1, lanes, leaving: 0 };
+        state.peers.check(client, request, &expected)?;
         let peer = self.make_peer(&state, request)?;
-        let admitted = ConnectReply {
-            client: client.0,
-            chunk_bytes: settings.chunk_bytes,
-            group_size: settings.group_size,
-            credits: settings.credits,
-            management: vec![peer.management.qpn().raw()],
-            groups: peer
-                .groups
-                .iter()
-                .map(|group| group.iter().map(|path| path.qp.qpn().raw()).collect())
-                .collect(),
-            metadata: None,
-        };
-        state.by_management.insert(peer.management.qpn(), client);
+        let management = vec![peer.management.qp.qpn().raw()];
+        let admitted = ConnectReply::of(settings, client, management, &peer.access);
+        state.by_management.insert(peer.management.qp.qpn(), client);
         state.peers.insert(client, peer);
         state.add_client(client);
         self.core_by_client.insert(client, core);
@@ -229,12 +177,12 @@ impl<N: Nic> NodeScheme for Node<N> {
         let mut state = self.state_of(client);
         let state = &mut *state;
         let Some(peer) = state.peers.get_mut(&client) else { return Ok(()) };
-        state.by_management.remove(&peer.management.qpn());
+        state.by_management.remove(&peer.management.qp.qpn());
         (peer.broken, peer.announced_empty) = (true, false);
         // After the reset, accesses of the compute node are refused. The QPs, now connected to
         // themselves, can still unbind their windows.
-        peer.management.modify(QpChange::Reset)?;
-        for path in peer.groups.iter().flatten() {
+        peer.management.qp.modify(QpChange::Reset)?;
+        for path in peer.access.iter() {
             path.qp.connect(path.qp.qpn())?;
         }
         peer.leaving = Some(self.shared.table.lock().owned_by(client));
@@ -273,53 +221,33 @@ impl<N: Nic> NodeScheme for Node<N> {
         if !self.shared.table.lock().announce_empty(core) {
             return Ok(false);
         }
-        let peer = state.peers.get_mut(&client).ok_or_else(|| refuse(NOT_ADMITTED))?;
+        let peer = state.peers.known_mut(client)?;
         peer.announce_empty();
         Ok(true)
     }
 
     fn reset_management(&mut self, client: ClientId) -> Result<Option<Vec<u32>>, Error> {
         let mut state = self.state_of(client);
-        let peer = state.peers.get_mut(&client).ok_or_else(|| refuse(NOT_ADMITTED))?;
-        peer.management.modify(QpChange::Error)?;
+        let peer = state.peers.known_mut(client)?;
+        peer.management.qp.modify(QpChange::Error)?;
         peer.epoch += 1;
         peer.connect_management(self.shared.settings.credits)?;
         if !peer.lost.is_empty() {
             self.shared.cores[self.core_of(client)].events.wake();
         }
-        Ok(Some(vec![peer.management.qpn().raw()]))
+        Ok(Some(vec![peer.management.qp.qpn().raw()]))
     }
 
     fn management_is_open(&self, client: ClientId) -> Result<bool, Error> {
-        let state = self.state_of(client);
-        let peer = state.peers.get(&client).ok_or_else(|| refuse(NOT_ADMITTED))?;
-        Ok(!peer.broken && peer.management.state()? == QpState::ReadyToSend)
+        self.state_of(client).peers.management_is_open(client)
     }
 
     fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {
-        let state = self.state_of(client);
-        let peer = state.peers.get(&client).ok_or_else(|| refuse(NOT_ADMITTED))?;
-        let path = peer
-            .groups
-            .get(group.0 as usize)
-            .and_then(|g| g.get(lane.0 as usize))
-            .ok_or_else(|| refuse(format!("group {} has no lane {}", group.0, lane.0)))?;
-        path.qp.connect(path.peer)?;
-        Ok(path.qp.qpn().raw())
+        self.state_of(client).peers.reset_access(client, group, lane)
     }
 
     fn set_start(&mut self, client: ClientId, part: QpSet, start: Start) {
-        let mut state = self.state_of(client);
-        let Some(peer) = state.peers.get_mut(&client) else { return };
-        match part {
-            QpSet::Management => peer.management_peer = with_start(peer.management_peer, start),
-            QpSet::Access(group, lane) => {
-                let lanes = peer.groups.get_mut(group.0 as usize);
-                if let Some(path) = lanes.and_then(|lanes| lanes.get_mut(lane.0 as usize)) {
-                    path.peer = with_start(path.peer, start);
-                }
-            }
-        }
+        self.state_of(client).peers.set_start(client, part, start);
     }
 
     fn events(&self) -> Option<Arc<dyn CpuEvents>> {
@@ -329,7 +257,7 @@ impl<N: Nic> NodeScheme for Node<N> {
     fn status(&mut self) -> Result<NodeStatus, Error> {
         let settings = &self.shared.settings;
         let mut status = NodeStatus {
-            scheme: settings.scheme.name().into(),
+            scheme: settings.scheme.name.into(),
             chunk_bytes: settings.chunk_bytes,
             ..NodeStatus::default()
         };
@@ -339,9 +267,8 @@ impl<N: Nic> NodeScheme for Node<N> {
         }
         for core in &self.shared.cores {
             let state = core.state.lock();
-            let leaving = state.peers.values().filter(|p| p.leaving.is_some()).count() as u64;
-            status.leaving += leaving;
-            status.clients += state.peers.len() as u64 - leaving;
+            status.leaving += state.peers.leaving();
+            status.clients += state.peers.connected();
             status.allocations_cpu += state.allocations;
             status.frees_cpu += state.frees;
             status.refused += state.refused;
@@ -368,24 +295,6 @@ impl<N: Nic> CpuEvents for AllCores<N> {
     fn wake(&self) {
         self.0.cores.iter().for_each(|core| core.events.wake());
     }
-}
-
-/// The capability that the NIC lacks for `scheme`, if any.
-fn missing(scheme: SchemeKind, caps: &Caps) -> Option<&'static str> {
-    match scheme {
-        SchemeKind::RpcMw2 if !caps.windows => Some("type-2 windows"),
-        SchemeKind::RpcMw1 | SchemeKind::PremmapRpc if !caps.type1_windows => {
-            Some("type-1 windows")
-        }
-        _ if (caps.max_inline as usize) < REPLY_BYTES => Some("enough inline data"),
-        _ => None,
-    }
-}
-
-const NOT_ADMITTED: &str = "this compute node is not admitted";
-
-fn refuse(why: impl ToString) -> Error {
-    Error::Refused { attempt: "admitting a compute node".into(), why: why.to_string() }
 }
 
 #[cfg(test)]

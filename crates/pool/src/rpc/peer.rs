@@ -3,12 +3,14 @@
 use std::collections::BTreeSet;
 
 use verbs::{
-    Completion, CompletionQueue, Error as VerbsError, Key, MemoryRegion, Nic, Op, PeerAddress,
-    QpChange, QueuePair, ReceiveRequest, Remote, Status, WorkRequest,
+    Completion, CompletionQueue, Error as VerbsError, Key, MemoryRegion, Nic, Op, QpChange,
+    QueuePair, ReceiveRequest, Remote, Status, WorkRequest,
 };
 
 use super::{Outcome, REQUEST_BYTES, Reply};
 use crate::Error;
+use crate::client_table::{AccessQps, ClientEntry, PeerQp};
+use crate::remote::Start;
 use crate::scheme::bulletin;
 
 /// Work-request ID of a reply without a grant: greater than every entry.
@@ -23,9 +25,7 @@ pub struct Peer<N: Nic> {
     /// PD of its QPs.
     pub pd: N::Pd,
     /// The QP for its requests, and for replies and bulletins to it.
-    pub management: N::Qp,
-    /// The compute node's side of the management QP.
-    pub management_peer: PeerAddress,
+    pub management: PeerQp<N>,
     /// Number of resets of the management QP. Completions of an earlier epoch are stale.
     pub epoch: u32,
     /// CQ for the completions of replies and bulletins.
@@ -33,7 +33,7 @@ pub struct Peer<N: Nic> {
     /// Receive buffers, one per request in flight.
     pub inbox: N::Mr,
     /// Its access QPs, by group and lane.
-    pub groups: Vec<Vec<Path<N>>>,
+    pub access: AccessQps<N>,
     /// Address of its bulletin; key 0: none.
     pub bulletin: Remote,
     /// Number of changes of the bulletin.
@@ -52,21 +52,13 @@ pub struct Peer<N: Nic> {
     pub leaving: Option<Vec<u32>>,
 }
 
-/// An access QP.
-pub struct Path<N: Nic> {
-    /// The memory node's side.
-    pub qp: N::Qp,
-    /// The compute node's side.
-    pub peer: PeerAddress,
-}
-
 impl<N: Nic> Peer<N> {
     /// Connects the management QP, for the first time or again, and posts its receives.
     pub fn connect_management(&mut self, credits: u32) -> Result<(), Error> {
         // Replies that are unconfirmed by now were not delivered.
         self.poll_replies();
         self.lost.extend(std::mem::take(&mut self.unconfirmed));
-        self.management.connect(self.management_peer)?;
+        self.management.connect()?;
         while self.replies.poll(&mut [Completion::EMPTY; 16]) > 0 {}
         self.bulletins = 0;
         self.broken = false;
@@ -80,7 +72,7 @@ impl<N: Nic> Peer<N> {
     fn post_receive(&self, slot: u32) -> Result<(), Error> {
         let to = self.inbox.sge(slot as usize * REQUEST_BYTES, REQUEST_BYTES as u32);
         let id = (self.epoch as u64) << 32 | slot as u64;
-        Ok(self.management.post_recv(&ReceiveRequest { id, to: &[to] })?)
+        Ok(self.management.qp.post_recv(&ReceiveRequest { id, to: &[to] })?)
     }
 
     /// Sends a reply and reposts the receive of that slot. An error affects only this compute node:
@@ -145,7 +137,7 @@ impl<N: Nic> Peer<N> {
 
     fn post(&mut self, id: u64, op: Op<'_>) {
         self.poll_replies();
-        match self.management.post_send(&[WorkRequest { id, op, signaled: true }]) {
+        match self.management.qp.post_send(&[WorkRequest { id, op, signaled: true }]) {
             Ok(()) => {}
             // The compute node has not posted receives for its replies.
             Err(VerbsError::QueueFull { .. }) => self.disconnect(),
@@ -156,6 +148,30 @@ impl<N: Nic> Peer<N> {
     fn disconnect(&mut self) {
         self.broken = true;
         // If this fails, the NIC has exited, and no QP works any more.
-        let _ = self.management.modify(QpChange::Error);
+        let _ = self.management.qp.modify(QpChange::Error);
+    }
+}
+
+impl<N: Nic> ClientEntry for Peer<N> {
+    type Nic = N;
+
+    fn access(&self) -> &AccessQps<N> {
+        &self.access
+    }
+
+    fn access_mut(&mut self) -> &mut AccessQps<N> {
+        &mut self.access
+    }
+
+    fn set_management_start(&mut self, start: Start) {
+        self.management.set_start(start);
+    }
+
+    fn is_open(&self) -> Result<bool, Error> {
+        Ok(!self.broken && self.management.is_ready()?)
+    }
+
+    fn is_leaving(&self) -> bool {
+        self.leaving.is_some()
     }
 }

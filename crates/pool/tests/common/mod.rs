@@ -3,13 +3,13 @@
 
 use std::time::{Duration, Instant};
 
-use pool::{Pool, SchemeKind, Settings};
+use pool::{Pool, Scheme, Settings};
 
 /// Size of a chunk in bytes.
 pub const CHUNK: u64 = 4096;
 
 /// Settings of a pool of `chunks` chunks.
-pub fn settings(scheme: SchemeKind, chunks: u64) -> Settings {
+pub fn settings(scheme: Scheme, chunks: u64) -> Settings {
     Settings {
         donate_bytes: chunks * CHUNK,
         chunk_bytes: CHUNK,
@@ -23,7 +23,7 @@ pub fn settings(scheme: SchemeKind, chunks: u64) -> Settings {
 /// blocks in others.
 pub fn over_functions(settings: Settings) -> Settings {
     // Keys per block at a time. Each compute node has a window over the metadata in addition.
-    let each = if settings.scheme.releases() { 1 } else { 2 };
+    let each = if settings.scheme.clears() { 1 } else { 2 };
     let share = settings.chunks().div_ceil(3) as u32;
     Settings { nic_windows: Some(share * each + settings.clients_max), ..settings }
 }

@@ -562,7 +562,7 @@ pub fn counters_match_the_operations(setup: &Setup) {
     }
     let status = pool.node_status().unwrap();
     assert_eq!((status.node.free, status.node.clients), (0, 1));
-    assert_eq!(status.node.scheme, setup.how.scheme.name());
+    assert_eq!(status.node.scheme, setup.how.scheme.name);
     assert_eq!(status.donated_bytes, 4 * CHUNK);
     for grant in grants {
         pool.free_blocking(grant).unwrap();

@@ -9,7 +9,8 @@ mod pages;
 mod place;
 
 use place::{How, Place};
-use pool::SchemeKind;
+use pool::info::Isolation;
+use pool::schemes;
 
 macro_rules! run {
     ($how:expr, $place:expr, [$($check:ident),* $(,)?]) => {
@@ -75,18 +76,19 @@ pub struct Setup {
 impl Setup {
     /// True if a key is bound to one QP rather than to all QPs of a compute node.
     fn keys_are_for_one_qp(&self) -> bool {
-        matches!(self.how.scheme, SchemeKind::OneSidedMw | SchemeKind::RpcMw2)
+        matches!(self.how.scheme, schemes::ONESIDEDMW | schemes::RPC_MW_2)
     }
 
     /// True if a key is valid for one compute node only; false for unguarded type-1 windows
     /// (OneSidedMW §2.3).
     fn keys_are_for_one_client(&self) -> bool {
-        !self.how.scheme.has_type1_windows() || self.how.scheme.is_guarded()
+        let isolation = self.how.scheme.isolation;
+        !isolation.has_type1_windows() || isolation == Isolation::GuardedWindows
     }
 
     /// True if a chunk is cleared before it is reallocated.
     fn clears(&self) -> bool {
-        self.how.scheme.releases()
+        self.how.scheme.clears()
     }
 
     /// True if a chunk's keys are dead when its free returns. With type-1 windows they die later,
@@ -96,30 +98,30 @@ impl Setup {
     }
 }
 
-scheme!(onesidedmw, crate::How::by(pool::SchemeKind::OneSidedMw));
+scheme!(onesidedmw, crate::How::by(pool::schemes::ONESIDEDMW));
 // Each access QP carries an allocation chain.
 scheme!(
     onesidedmw_without_separation,
-    crate::How { separation: false, ..crate::How::by(pool::SchemeKind::OneSidedMw) }
+    crate::How { separation: false, ..crate::How::by(pool::schemes::ONESIDEDMW) }
 );
-scheme!(rpc_mw_2, crate::How::by(pool::SchemeKind::RpcMw2));
-scheme!(rpc_mw_1, crate::How::by(pool::SchemeKind::RpcMw1));
-scheme!(fine_mr, crate::How::by(pool::SchemeKind::FineMr));
-scheme!(static_mr, crate::How::by(pool::SchemeKind::StaticMr));
-scheme!(finemem, crate::How::by(pool::SchemeKind::FineMem));
-scheme!(finemem_paper, crate::How::by(pool::SchemeKind::FineMemPaper));
+scheme!(rpc_mw_2, crate::How::by(pool::schemes::RPC_MW_2));
+scheme!(rpc_mw_1, crate::How::by(pool::schemes::RPC_MW_1));
+scheme!(fine_mr, crate::How::by(pool::schemes::FINE_MR));
+scheme!(static_mr, crate::How::by(pool::schemes::STATIC_MR));
+scheme!(finemem, crate::How::by(pool::schemes::FINEMEM));
+scheme!(finemem_paper, crate::How::by(pool::schemes::FINEMEM_PAPER));
 // Windows in several functions of the NIC.
 scheme!(
     finemem_over_functions,
-    crate::How { few_windows: true, ..crate::How::by(pool::SchemeKind::FineMem) }
+    crate::How { few_windows: true, ..crate::How::by(pool::schemes::FINEMEM) }
 );
 scheme!(
     finemem_paper_over_functions,
-    crate::How { few_windows: true, ..crate::How::by(pool::SchemeKind::FineMemPaper) }
+    crate::How { few_windows: true, ..crate::How::by(pool::schemes::FINEMEM_PAPER) }
 );
-scheme!(premmap_onesided, crate::How::by(pool::SchemeKind::PremmapOneSided));
-scheme!(premmap_rpc, crate::How::by(pool::SchemeKind::PremmapRpc));
-scheme!(ondemand_rpc, crate::How::by(pool::SchemeKind::OnDemandRpc));
+scheme!(premmap_onesided, crate::How::by(pool::schemes::PREMMAP_ONESIDED));
+scheme!(premmap_rpc, crate::How::by(pool::schemes::PREMMAP_RPC));
+scheme!(ondemand_rpc, crate::How::by(pool::schemes::ONDEMAND_RPC));
 
 /// Access by pages: the checks of [`checks`] for keys, ranges and parts of a chunk do not apply;
 /// the others have a version with pages.
@@ -188,12 +190,12 @@ mod several_cores {
             }
         };
     }
-    cores!(rpc_mw_2, pool::SchemeKind::RpcMw2);
-    cores!(rpc_mw_1, pool::SchemeKind::RpcMw1);
-    cores!(fine_mr, pool::SchemeKind::FineMr);
-    cores!(static_mr, pool::SchemeKind::StaticMr);
-    cores!(premmap_rpc, pool::SchemeKind::PremmapRpc);
-    cores!(ondemand_rpc, pool::SchemeKind::OnDemandRpc);
+    cores!(rpc_mw_2, pool::schemes::RPC_MW_2);
+    cores!(rpc_mw_1, pool::schemes::RPC_MW_1);
+    cores!(fine_mr, pool::schemes::FINE_MR);
+    cores!(static_mr, pool::schemes::STATIC_MR);
+    cores!(premmap_rpc, pool::schemes::PREMMAP_RPC);
+    cores!(ondemand_rpc, pool::schemes::ONDEMAND_RPC);
 }
 
 /// The CPU polls for RPCs instead of sleeping.
@@ -201,7 +203,7 @@ mod rpc_mw_2_polling {
     run!(
         crate::How {
             control: pool::ControlMode::Polling,
-            ..crate::How::by(pool::SchemeKind::RpcMw2)
+            ..crate::How::by(pool::schemes::RPC_MW_2)
         },
         crate::Place::SameProcess,
         [

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pool::{Error, Grant, GroupId, Lane, Pool, SchemeKind, Transfer};
+use pool::{Error, Grant, GroupId, Lane, Pool, Transfer, schemes};
 use verbs::executor::block_on;
 
 use crate::place::{How, Node, Place};
@@ -13,7 +13,7 @@ const PAGE: usize = 4096;
 type Page = [u8; PAGE];
 
 fn start(place: Place, pages: u64) -> Node {
-    Node::start(place, How::by(SchemeKind::Odrp), PAGE as u64, pages)
+    Node::start(place, How::by(schemes::ODRP), PAGE as u64, pages)
 }
 
 fn read(pool: &Pool, grant: &Grant) -> Page {

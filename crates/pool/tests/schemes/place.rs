@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::common;
-use pool::{ControlMode, EmbeddedNode, Endpoint, Options, Pool, SchemeKind, Service, Settings};
+use pool::{
+    ControlMode, EmbeddedNode, Endpoint, Options, Pool, Scheme, Service, Settings, schemes,
+};
 
 /// Location of the memory node relative to its compute nodes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -22,7 +24,7 @@ pub enum Place {
 /// Configuration of a memory node.
 #[derive(Clone, Copy)]
 pub struct How {
-    pub scheme: SchemeKind,
+    pub scheme: Scheme,
     pub control: ControlMode,
     /// CPU cores that answer requests.
     pub cores: u32,
@@ -34,7 +36,7 @@ pub struct How {
 
 impl How {
     /// The default configuration of a scheme.
-    pub fn by(scheme: SchemeKind) -> Self {
+    pub fn by(scheme: Scheme) -> Self {
         Self { scheme, control: ControlMode::Event, cores: 1, separation: true, few_windows: false }
     }
 }
@@ -186,7 +188,7 @@ fn serve_for_another_process() {
         chunk_bytes: number(1),
         clients_max: number(2) as u32,
         groups_max: number(3) as u32,
-        scheme: words[4].parse().unwrap(),
+        scheme: schemes::find(words[4]).unwrap(),
         control: words[5].parse::<ControlMode>().unwrap(),
         separation: words[6].parse().unwrap(),
         nic_windows: Some(number(7) as u32).filter(|windows| *windows < u32::MAX),

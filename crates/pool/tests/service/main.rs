@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use pool::protocol::{MAX_BYTES, Numbered, Reply, Request};
 use pool::{
-    Budget, ConnectRequest, Endpoint, Error, GroupId, Options, Pool, SchemeKind, Service, Settings,
+    Budget, ConnectRequest, Endpoint, Error, GroupId, Options, Pool, Service, Settings, schemes,
 };
 use rnic::nic::SoftNic;
 use rnic::port::shm::Secret;
@@ -28,7 +28,7 @@ fn session_limits_allow_all_groups_and_lanes() {
         donate_bytes: 8 * 4096,
         group_size: pool::scheme::MAX_GROUP as u32,
         groups_max: Settings::GROUPS_MAX,
-        ..settings(SchemeKind::OneSidedMw)
+        ..settings(schemes::ONESIDEDMW)
     };
     let service = Service::start(&largest, &Endpoint::Fresh).unwrap();
     let options = Options { groups: Some(Settings::GROUPS_MAX as u16), send_blocks: 16 };
@@ -50,7 +50,7 @@ fn refusal(reply: Reply) -> String {
 
 #[test]
 fn invalid_message_is_refused_with_a_reason() {
-    let service = service(SchemeKind::RpcMw2);
+    let service = service(schemes::RPC_MW_2);
     let cases: [(&[u8], &str); 5] = [
         (b"\xff\x00", "expected value"),
         (br#"{"service":"disk"}"#, "no service `disk`"),
@@ -97,7 +97,7 @@ fn invalid_message_is_refused_with_a_reason() {
 
 #[test]
 fn admission_refuses_foreign_qps() {
-    let service = service(SchemeKind::RpcMw2);
+    let service = service(schemes::RPC_MW_2);
     let victim = connect(&service);
     let grant = victim.allocate_blocking().unwrap();
     let nic = SoftNic::attach(service.path()).unwrap();
@@ -143,7 +143,7 @@ fn make_qps_and_wait() {
 /// The QPs exist and belong to one session, but another process created them.
 #[test]
 fn admission_refuses_qps_of_another_process() {
-    let service = service(SchemeKind::RpcMw2);
+    let service = service(schemes::RPC_MW_2);
     let mut stranger = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "make_qps_and_wait", "--nocapture"])
         .env(STRANGER, service.path())
@@ -179,7 +179,7 @@ fn admission_refuses_qps_of_another_process() {
 
 #[test]
 fn connection_admits_one_compute_node() {
-    let service = service(SchemeKind::RpcMw2);
+    let service = service(schemes::RPC_MW_2);
     let pool = connect(&service);
     let admission = ConnectRequest {
         management: Vec::new(),
@@ -198,7 +198,7 @@ fn connection_admits_one_compute_node() {
 
 #[test]
 fn client_that_reads_no_replies_delays_no_other() {
-    let service = service(SchemeKind::RpcMw2);
+    let service = service(schemes::RPC_MW_2);
     let unread = Raw::pool(service.path());
     rustix::io::ioctl_fionbio(&unread.0, true).unwrap();
     let request = serde_json::to_vec(&Numbered { id: 1, body: Request::Status }).unwrap();
@@ -228,7 +228,7 @@ fn client_that_reads_no_replies_delays_no_other() {
 
 #[test]
 fn number_of_clients_and_connections_is_bounded() {
-    let service = service(SchemeKind::RpcMw2);
+    let service = service(schemes::RPC_MW_2);
     let pools: Vec<Pool> = (0..4).map(|_| connect(&service)).collect();
     match Pool::connect(service.path(), Options::default()) {
         Err(Error::Full { why, .. }) => assert!(why.contains("4 client slots"), "{why}"),
@@ -249,7 +249,7 @@ fn number_of_clients_and_connections_is_bounded() {
 
 #[test]
 fn chains_need_no_cpu_of_the_memory_node() {
-    let service = service(SchemeKind::OneSidedMw);
+    let service = service(schemes::ONESIDEDMW);
     let pools = [connect(&service), connect(&service)];
     service.pause();
     // A paused thread has recorded that before it sleeps.
@@ -289,7 +289,7 @@ fn chains_need_no_cpu_of_the_memory_node() {
 /// The counterpart: the CPU that the test above pauses is really paused.
 #[test]
 fn rpcs_need_the_cpu_of_the_memory_node() {
-    let service = service(SchemeKind::RpcMw2);
+    let service = service(schemes::RPC_MW_2);
     let pool = connect(&service);
     service.pause();
     let done = AtomicBool::new(false);
@@ -312,8 +312,8 @@ fn rpcs_need_the_cpu_of_the_memory_node() {
 /// time only distinguishes a thread that never sleeps from one that does.
 #[test]
 fn idle_service_sleeps() {
-    for scheme in SchemeKind::ALL {
-        let service = service(*scheme);
+    for scheme in schemes::ALL {
+        let service = service(scheme);
         let pool = connect(&service);
         let grant = pool.allocate_blocking().unwrap();
         let (start, before) = (Instant::now(), service.status().unwrap());
@@ -336,8 +336,8 @@ fn idle_service_sleeps() {
 
 #[test]
 fn stop_notifies_clients_and_removes_the_socket() {
-    for scheme in SchemeKind::ALL {
-        let service = service(*scheme);
+    for scheme in schemes::ALL {
+        let service = service(scheme);
         let path = service.path().to_path_buf();
         let pool = connect(&service);
         let grant = pool.allocate_blocking().unwrap();
@@ -349,7 +349,7 @@ fn stop_notifies_clients_and_removes_the_socket() {
             assert!(matches!(result, Err(Error::Gone { .. })), "{scheme}: {result:?}");
         }
         // A page is allocated by its first write.
-        if *scheme != SchemeKind::Odrp {
+        if *scheme != schemes::ODRP {
             assert!(matches!(pool.allocate_blocking(), Err(Error::Gone { .. })));
         }
         assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
@@ -386,11 +386,11 @@ fn work_until_killed() {
 
 #[test]
 fn chunks_of_a_killed_process_are_reclaimed() {
-    for scheme in SchemeKind::ALL {
-        let service = service(*scheme);
+    for scheme in schemes::ALL {
+        let service = service(scheme);
         let survivor = connect(&service);
         // The published form does not clear.
-        let clears = scheme.releases();
+        let clears = scheme.clears();
         for round in 0..8u64 {
             let mut child = Command::new(std::env::current_exe().unwrap())
                 .args(["--exact", "work_until_killed", "--nocapture"])
@@ -452,7 +452,7 @@ fn chunks_of_a_killed_process_are_reclaimed() {
 fn over_budget_error_is_returned_for_each_request() {
     let suspension = Duration::from_millis(300);
     let budget = Budget { requests_per_s: Some(20), suspension, ..Budget::default() };
-    let settings = Settings { budget, ..settings(SchemeKind::OneSidedMw) };
+    let settings = Settings { budget, ..settings(schemes::ONESIDEDMW) };
     let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
     let pool = connect(&service);
     // On a thread of its own, so that a request that never ends fails the test.
@@ -487,7 +487,7 @@ fn over_budget_error_is_returned_for_each_request() {
 fn grant_does_not_survive_a_restart() {
     let directory = tempfile::tempdir().unwrap();
     let endpoint = Endpoint::At(directory.path().join("pool.sock"));
-    for &scheme in SchemeKind::ALL {
+    for &scheme in schemes::ALL {
         let start = || Service::start(&settings(scheme), &endpoint).unwrap();
         let first = start();
         let pool = connect(&first);

@@ -6,11 +6,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use pool::protocol::{Numbered, Opening, Reply, Request};
-use pool::{Endpoint, Options, Pool, SchemeKind, Service, Settings};
+use pool::{Endpoint, Options, Pool, Scheme, Service, Settings};
 use rnic::port::shm::socket::{receive, send};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
-pub fn settings(scheme: SchemeKind) -> Settings {
+pub fn settings(scheme: Scheme) -> Settings {
     Settings {
         donate_bytes: 64 * 4096,
         chunk_bytes: 4096,
@@ -20,7 +20,7 @@ pub fn settings(scheme: SchemeKind) -> Settings {
     }
 }
 
-pub fn service(scheme: SchemeKind) -> Service {
+pub fn service(scheme: Scheme) -> Service {
     Service::start(&settings(scheme), &Endpoint::Fresh).unwrap()
 }
 

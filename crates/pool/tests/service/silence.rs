@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use pool::protocol::{Numbered, Opening, Reply, Request};
-use pool::{Endpoint, Options, Pool, SchemeKind, Service, Settings};
+use pool::{Endpoint, Options, Pool, Service, Settings, schemes};
 use rnic::nic::SoftNic;
 use rnic::port::shm::socket::{receive, send};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -20,7 +20,7 @@ use crate::place::{Raw, check_whole, connect, service, settings};
 #[test]
 fn idle_connections_are_closed_at_the_deadline() {
     let silence = Duration::from_secs(1);
-    let settings = Settings { silence, ..settings(SchemeKind::OneSidedMw) };
+    let settings = Settings { silence, ..settings(schemes::ONESIDEDMW) };
     let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
     let settled = connect(&service);
     let grant = settled.allocate_blocking().unwrap();
@@ -61,7 +61,7 @@ fn idle_connections_are_closed_at_the_deadline() {
 #[test]
 fn message_during_a_pause_keeps_the_connection() {
     let silence = Duration::from_millis(500);
-    let settings = Settings { silence, ..settings(SchemeKind::OneSidedMw) };
+    let settings = Settings { silence, ..settings(schemes::ONESIDEDMW) };
     let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
     let nic = Raw::new(service.path());
     let pool = Raw::pool(service.path());
@@ -83,7 +83,7 @@ fn message_during_a_pause_keeps_the_connection() {
 #[test]
 fn creating_qps_extends_the_deadline() {
     let silence = Duration::from_millis(500);
-    let settings = Settings { silence, ..settings(SchemeKind::OneSidedMw) };
+    let settings = Settings { silence, ..settings(schemes::ONESIDEDMW) };
     let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
     let start = Instant::now();
     let pool = Raw::pool(service.path());
@@ -104,7 +104,7 @@ fn creating_qps_extends_the_deadline() {
 /// lost nothing, and reconnects.
 #[test]
 fn client_reconnects_after_a_missed_deadline() {
-    let service = service(SchemeKind::OneSidedMw);
+    let service = service(schemes::ONESIDEDMW);
     let welcome = {
         let raw = Raw::new(service.path());
         raw.say(&serde_json::to_vec(&Opening::pool()).unwrap());

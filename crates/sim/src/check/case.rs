@@ -3,7 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use pool::{SchemeKind, Settings};
+use pool::info::Isolation;
+use pool::{Scheme, Settings, schemes};
 
 /// A scheme and the settings that the seed does not determine.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -11,7 +12,7 @@ pub struct Case {
     /// Name on command lines and in traces.
     pub name: &'static str,
     /// The scheme.
-    pub scheme: SchemeKind,
+    pub scheme: Scheme,
     /// [`Settings::separation`].
     pub separation: bool,
     /// Use blocks of all sizes, in larger pools.
@@ -28,9 +29,9 @@ pub struct Case {
 
 impl Case {
     /// Returns the case of a scheme with its usual settings.
-    pub const fn of(scheme: SchemeKind) -> Self {
+    pub const fn of(scheme: Scheme) -> Self {
         Self {
-            name: scheme.name(),
+            name: scheme.name,
             scheme,
             separation: true,
             sizes: false,
@@ -43,32 +44,32 @@ impl Case {
     /// Cases in which all invariants hold: every scheme, and `onesidedmw` without separation and
     /// without grouping.
     pub const ALL: &[Case] = &[
-        Self::of(SchemeKind::OneSidedMw),
+        Self::of(schemes::ONESIDEDMW),
         Case {
             name: "onesidedmw-without-separation",
             separation: false,
-            ..Self::of(SchemeKind::OneSidedMw)
+            ..Self::of(schemes::ONESIDEDMW)
         },
         Case {
             name: "onesidedmw-without-grouping",
             group_size: Some(2),
-            ..Self::of(SchemeKind::OneSidedMw)
+            ..Self::of(schemes::ONESIDEDMW)
         },
-        Self::of(SchemeKind::RpcMw2),
-        Self::of(SchemeKind::RpcMw1),
-        Self::of(SchemeKind::FineMr),
-        Self::of(SchemeKind::StaticMr),
-        Self::of(SchemeKind::Odrp),
-        Self::of(SchemeKind::FineMem),
-        Self::of(SchemeKind::FineMemPaper),
-        Self::of(SchemeKind::PremmapOneSided),
-        Self::of(SchemeKind::PremmapRpc),
-        Self::of(SchemeKind::OnDemandRpc),
-        Case { name: "finemem-over-functions", functions: 3, ..Self::of(SchemeKind::FineMem) },
+        Self::of(schemes::RPC_MW_2),
+        Self::of(schemes::RPC_MW_1),
+        Self::of(schemes::FINE_MR),
+        Self::of(schemes::STATIC_MR),
+        Self::of(schemes::ODRP),
+        Self::of(schemes::FINEMEM),
+        Self::of(schemes::FINEMEM_PAPER),
+        Self::of(schemes::PREMMAP_ONESIDED),
+        Self::of(schemes::PREMMAP_RPC),
+        Self::of(schemes::ONDEMAND_RPC),
+        Case { name: "finemem-over-functions", functions: 3, ..Self::of(schemes::FINEMEM) },
         Case {
             name: "finemem-paper-over-functions",
             functions: 3,
-            ..Self::of(SchemeKind::FineMemPaper)
+            ..Self::of(schemes::FINEMEM_PAPER)
         },
     ];
 
@@ -76,7 +77,7 @@ impl Case {
     pub const GUESSED: Case = Case {
         name: "rpc-mw-1-guessed",
         unsafe_by_design: Some("a type-1 window opens to any client that guesses its key"),
-        ..Self::of(SchemeKind::RpcMw1)
+        ..Self::of(schemes::RPC_MW_1)
     };
 
     /// `finemem-paper` with a client that uses keys after it has freed their blocks.
@@ -85,13 +86,13 @@ impl Case {
         unsafe_by_design: Some(
             "a key still opens its block after the block was freed and granted to another client",
         ),
-        ..Self::of(SchemeKind::FineMemPaper)
+        ..Self::of(schemes::FINEMEM_PAPER)
     };
 
     /// `finemem` with blocks of one chunk up to several sections. A world takes a hundred times as
     /// long as usual.
     pub const SIZES: Case =
-        Case { name: "finemem-sizes", sizes: true, ..Self::of(SchemeKind::FineMem) };
+        Case { name: "finemem-sizes", sizes: true, ..Self::of(schemes::FINEMEM) };
 
     fn every() -> impl Iterator<Item = &'static Case> {
         Self::ALL.iter().chain([&Self::GUESSED, &Self::LATE_KEYS, &Self::SIZES])
@@ -104,7 +105,7 @@ impl Case {
 
     /// Returns whether clients may be hostile, which needs a scheme with protection against them.
     pub(super) fn may_be_hostile(&self) -> bool {
-        self.scheme.releases() || self.unsafe_by_design.is_some()
+        self.scheme.clears() || self.unsafe_by_design.is_some()
     }
 
     /// Applies the case to `settings`.
@@ -113,7 +114,7 @@ impl Case {
         let nic_windows = (self.functions > 1).then(|| {
             // One window per key that a block has at a time, and per compute node one over the
             // metadata.
-            let each = if scheme.releases() { 1 } else { 2 };
+            let each = if scheme.clears() { 1 } else { 2 };
             let chunks = settings.chunks().div_ceil(self.functions as u64) as u32;
             chunks * each + settings.clients_max
         });
@@ -135,19 +136,19 @@ impl Case {
     /// Returns whether windows are bound before their chunk is granted and open to any holder of
     /// the key. The oracle then judges accesses instead of keys.
     pub(super) fn is_bound_ahead(&self) -> bool {
-        let ahead = self.is_trusting() || self.scheme == SchemeKind::PremmapRpc;
-        ahead && !self.scheme.is_guarded()
+        let ahead = self.is_trusting() || self.scheme.isolation == Isolation::SharedWindowsAhead;
+        ahead && self.scheme.isolation != Isolation::GuardedWindows
     }
 
     /// Returns whether compute nodes allocate on a tree. The memory node's CPU then has background
     /// work that can be aborted.
     pub(super) fn has_tree(&self) -> bool {
-        matches!(self.scheme, SchemeKind::FineMem | SchemeKind::FineMemPaper)
+        pool::finemem::has_tree(self.scheme)
     }
 
     /// Returns whether access is by pages, whose addresses clients never learn.
     pub(super) fn is_paged(&self) -> bool {
-        self.scheme == SchemeKind::Odrp
+        self.scheme == schemes::ODRP
     }
 }
 

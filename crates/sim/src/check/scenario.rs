@@ -109,7 +109,7 @@ impl Scenario {
             groups_max: groups as u32,
             // A killed client may not be forgotten yet when its replacement connects.
             clients_max: 8,
-            cores: if case.scheme.is_by_rpc() { 1 + r.below(2) as u32 } else { 1 },
+            cores: if case.scheme.needs_cpu() { 1 + r.below(2) as u32 } else { 1 },
             ..Settings::default()
         });
         let mut faults = FaultPlan::draw(r);

@@ -5,8 +5,8 @@
 
 use std::path::PathBuf;
 
-use pool::SchemeKind;
 use pool::finemem::layout::Shape;
+use pool::schemes;
 
 use super::microbench::{self, Microbench};
 use crate::Error;
@@ -62,7 +62,7 @@ fn run(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
 /// Latency of the READ that fetches a key and of the CAS that flushes a log: one word each, without
 /// other load.
 fn steps(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
-    let load = Load::new(SchemeKind::FineMem, Work::Words, run.rounds(200));
+    let load = Load::new(schemes::FINEMEM, Work::Words, run.rounds(200));
     let outcome = run.load("READ and CAS of a word", &load)?;
     for (metric, what, latencies, id) in [
         ("read_us", "READ of a word: fetches a key", &outcome.access, "finemem.rkey.added"),
@@ -88,7 +88,7 @@ fn frees(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
         let longest = builder.value(Statistic::Max, outcome.free.max_us());
         let what = format!("{}, {threads} threads: the longest free", contender.name);
         match contender.scheme {
-            SchemeKind::FineMem => results.bounded(what, longest, "finemem.free.peak"),
+            schemes::FINEMEM => results.bounded(what, longest, "finemem.free.peak"),
             _ => results.add(what, longest),
         }
     }
@@ -125,10 +125,10 @@ fn timestamps(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
     run.bar.say("wrap-around of timestamps");
     let (chunks, held) = if run.extent == Extent::Full { (1 << 18, 1000) } else { (1 << 12, 100) };
     for (scheme, compute_nodes) in [
-        (SchemeKind::FineMemPaper, 1),
-        (SchemeKind::FineMemPaper, FITTED_NODES),
-        (SchemeKind::FineMemPaper, 16),
-        (SchemeKind::FineMem, 16),
+        (schemes::FINEMEM_PAPER, 1),
+        (schemes::FINEMEM_PAPER, FITTED_NODES),
+        (schemes::FINEMEM_PAPER, 16),
+        (schemes::FINEMEM, 16),
     ] {
         let workload = WrapWorkload { chunks, compute_nodes, held, freed: held / 4 };
         let limit = 200 * u64::from(compute_nodes * workload.freed);
@@ -146,7 +146,7 @@ fn timestamps(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
         let what = format!("{variant}: allocations until a timestamp wraps around (no timing)");
         let record = builder.mean(allocations as f64);
         match (scheme, compute_nodes, run.extent) {
-            (SchemeKind::FineMemPaper, FITTED_NODES, Extent::Full) => {
+            (schemes::FINEMEM_PAPER, FITTED_NODES, Extent::Full) => {
                 results.fitted(what, record, "finemem.timestamp.wrap");
             }
             _ => results.add(what, record),
@@ -178,8 +178,8 @@ fn recovery(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
 fn scanning(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
     run.bar.say("scans of the capability table");
     let (chunks, scans) = if run.extent == Extent::Full { (1 << 20, 40) } else { (1 << 10, 2) };
-    use SchemeKind::{FineMem, FineMemPaper};
-    for (scheme, taken) in [(FineMemPaper, true), (FineMem, true), (FineMem, false)] {
+    use schemes::{FINEMEM, FINEMEM_PAPER};
+    for (scheme, taken) in [(FINEMEM_PAPER, true), (FINEMEM, true), (FINEMEM, false)] {
         let each_ns = crate::recovery::scan_ns_per_entry(scheme, chunks, scans, taken)?;
         let state = if taken { "all chunks allocated" } else { "no chunk allocated" };
         let setting = run.setting(&scheme.to_string()).with("chunks", chunks).with("taken", taken);
@@ -193,7 +193,7 @@ fn scanning(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
             "{scheme}: share of a core for a scan of 100 GB of 4 KiB chunks every 100 ms, {state}"
         );
         match scheme {
-            FineMemPaper => results.claimed(what, core, "finemem.mncpu"),
+            FINEMEM_PAPER => results.claimed(what, core, "finemem.mncpu"),
             _ => results.add(what, core),
         }
     }

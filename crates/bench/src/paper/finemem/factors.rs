@@ -6,7 +6,7 @@
 
 use std::path::PathBuf;
 
-use pool::SchemeKind;
+use pool::schemes;
 
 use super::microbench::{self, Contender, Microbench};
 use crate::Error;
@@ -27,9 +27,9 @@ pub const FACTORS: Experiment = Experiment {
     },
 };
 
-const ARRAY: Contender = Contender::new("premmap-onesided", SchemeKind::PremmapOneSided);
+const ARRAY: Contender = Contender::new("premmap-onesided", schemes::PREMMAP_ONESIDED);
 /// The published variant. Its steps are sequential, like those of the array.
-const TREE: Contender = Contender::new("finemem-paper", SchemeKind::FineMemPaper);
+const TREE: Contender = Contender::new("finemem-paper", schemes::FINEMEM_PAPER);
 const TREE_ALONE: Contender = Contender {
     name: "finemem-paper without contention control",
     contention_control: false,

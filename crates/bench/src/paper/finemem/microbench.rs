@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use pool::SchemeKind;
+use pool::{Scheme, schemes};
 
 use crate::Error;
 use crate::paper::churn::{Churn, Delays};
@@ -77,7 +77,7 @@ pub struct Contender {
     /// Name in tables and pictures.
     pub name: &'static str,
     /// Allocation scheme.
-    pub scheme: SchemeKind,
+    pub scheme: Scheme,
     /// See [`Load::contention_control`].
     pub contention_control: bool,
     /// Delays of the threads outside the memory node.
@@ -86,7 +86,7 @@ pub struct Contender {
 
 impl Contender {
     /// A scheme with its default settings.
-    pub const fn new(name: &'static str, scheme: SchemeKind) -> Self {
+    pub const fn new(name: &'static str, scheme: Scheme) -> Self {
         Self { name, scheme, contention_control: true, delays: None }
     }
 
@@ -98,7 +98,7 @@ impl Contender {
         if !run.testbed.simulated() {
             return *self;
         }
-        let is_tree = self.scheme != SchemeKind::PremmapOneSided;
+        let is_tree = self.scheme != schemes::PREMMAP_ONESIDED;
         let contention_control = self.contention_control && is_tree;
         Self { contention_control, delays: Some(Delays::FINEMEM), ..*self }
     }
@@ -106,11 +106,11 @@ impl Contender {
 
 /// FineMem and its baselines.
 const CONTENDERS: &[Contender] = &[
-    Contender::new("finemem", SchemeKind::FineMem),
-    Contender::new("finemem-paper", SchemeKind::FineMemPaper),
-    Contender::new("premmap-onesided", SchemeKind::PremmapOneSided),
-    Contender::new("premmap-rpc", SchemeKind::PremmapRpc),
-    Contender::new("ondemand-rpc", SchemeKind::OnDemandRpc),
+    Contender::new("finemem", schemes::FINEMEM),
+    Contender::new("finemem-paper", schemes::FINEMEM_PAPER),
+    Contender::new("premmap-onesided", schemes::PREMMAP_ONESIDED),
+    Contender::new("premmap-rpc", schemes::PREMMAP_RPC),
+    Contender::new("ondemand-rpc", schemes::ONDEMAND_RPC),
 ];
 
 /// The contenders of a run.
@@ -205,10 +205,10 @@ pub fn measure(
     let simulated = run.testbed.simulated();
     let total_bytes = if simulated { BYTES } else { BYTES_HERE };
     let blocks = match contender.scheme {
-        SchemeKind::PremmapOneSided if contender.delays.is_some() => {
+        schemes::PREMMAP_ONESIDED if contender.delays.is_some() => {
             (total_bytes / bytes).min(BLOCKS_AS_PUBLISHED)
         }
-        SchemeKind::PremmapOneSided => (total_bytes / bytes).min(BLOCKS),
+        schemes::PREMMAP_ONESIDED => (total_bytes / bytes).min(BLOCKS),
         _ => total_bytes / bytes,
     };
     let held_max = if run.extent == Extent::Full { HELD } else { HELD_QUICK };
@@ -238,13 +238,13 @@ pub fn setting(run: &Run<'_>, contender: &Contender, threads: u32, churn: &Churn
 }
 
 /// The claims of a scheme's row of table 2, if any: mean, 99th percentile, and CASes.
-fn claims_of(scheme: SchemeKind) -> Option<[&'static str; 3]> {
+fn claims_of(scheme: Scheme) -> Option<[&'static str; 3]> {
     match scheme {
         // The published variant, which executes its steps one after the other.
-        SchemeKind::FineMemPaper => {
+        schemes::FINEMEM_PAPER => {
             Some(["finemem.alloc.512.mean", "finemem.alloc.512.p99", "finemem.cas.mean"])
         }
-        SchemeKind::PremmapOneSided => {
+        schemes::PREMMAP_ONESIDED => {
             Some(["premmap.alloc.512.mean", "premmap.alloc.512.p99", "premmap.cas.mean"])
         }
         _ => None,
@@ -278,7 +278,7 @@ fn table_2(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
             let what = format!("{}, {}: {what}", contender.name, count(threads, "thread"));
             match claims.as_ref().and_then(|ids| ids.get(at)) {
                 // The delays of the benchmark and the form of the array are fitted to these.
-                Some(id) if contender.scheme == SchemeKind::PremmapOneSided => {
+                Some(id) if contender.scheme == schemes::PREMMAP_ONESIDED => {
                     results.fitted(what, record, id);
                 }
                 Some(id) => results.claimed(what, record, id),

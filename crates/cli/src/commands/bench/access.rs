@@ -99,7 +99,7 @@ impl DataPath {
                 (node.address().connect(options)?, Some(node))
             }
         };
-        let scheme = settings.scheme.name();
+        let scheme = settings.scheme.name;
         Ok(Self { nic: nic.name().into(), scheme, pool: Some(pool), _node: node })
     }
 
@@ -120,7 +120,7 @@ impl DataPath {
                  the node with --chunk {region}"
             );
         }
-        let (port, scheme) = (pool.nic().function().port_name(), pool.welcome().scheme.name());
+        let (port, scheme) = (pool.nic().function().port_name(), pool.scheme().name);
         let nic = if with_address { format!("{port} ({node})") } else { port.into() };
         Ok(Self { nic, scheme, pool: Some(pool), _node: None })
     }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use bench::alloc::{self, Contender, Outcome, SizeSupport, Total};
-use pool::{ControlMode, EmbeddedNode, Options, Pool, SchemeKind, Settings};
+use pool::{ControlMode, EmbeddedNode, Options, Pool, Scheme, Settings, schemes};
 use units::Size;
 
 use super::BenchOutput;
@@ -86,18 +86,18 @@ Examples:
 #[derive(Clone, Copy, Debug)]
 enum Schemes {
     All,
-    One(SchemeKind),
+    One(Scheme),
 }
 
 impl Schemes {
-    const DEFAULT: [Self; 2] = [Self::One(SchemeKind::OneSidedMw), Self::One(SchemeKind::RpcMw2)];
+    const DEFAULT: [Self; 2] = [Self::One(schemes::ONESIDEDMW), Self::One(schemes::RPC_MW_2)];
 
     /// The schemes that the items name, each once, in order.
-    fn expand(items: &[Self]) -> Vec<SchemeKind> {
+    fn expand(items: &[Self]) -> Vec<Scheme> {
         let mut kinds = Vec::new();
         for item in items {
             let named = match item {
-                Self::All => SchemeKind::ALL,
+                Self::All => schemes::ALL,
                 Self::One(kind) => &[*kind],
             };
             for kind in named {
@@ -114,7 +114,7 @@ impl FromStr for Schemes {
     type Err = pool::Error;
 
     fn from_str(name: &str) -> Result<Self, pool::Error> {
-        if name == "all" { Ok(Self::All) } else { name.parse().map(Self::One) }
+        if name == "all" { Ok(Self::All) } else { schemes::find(name).map(Self::One) }
     }
 }
 

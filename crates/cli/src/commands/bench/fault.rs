@@ -96,7 +96,7 @@ impl Fault {
                 paged: Some(self.start_paged(&store)?),
             },
             FaultHandler {
-                scheme: settings.scheme.name(),
+                scheme: settings.scheme.name,
                 nic: "shm",
                 paged: Some(self.start_paged(&pool)?),
             },

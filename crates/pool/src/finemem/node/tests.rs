@@ -2,15 +2,15 @@
 
 use rnic::nic::SoftNic;
 use verbs::{
-    Completion, CompletionQueue, Key, Op, PathMtu, Psn, QpAttr, QpChange, Qpn, Receive, Remote,
-    Status, WorkRequest,
+    Caps, Completion, CompletionQueue, Key, Op, PathMtu, Psn, QpAttr, QpChange, Qpn, Receive,
+    Remote, Status, WorkRequest,
 };
 
 use super::*;
-use crate::SchemeKind;
 use crate::finemem::tree::Tree;
 use crate::finemem::words;
 use crate::remote::{RoceEnd, Route};
+use crate::schemes;
 
 type Qp = <SoftNic as Nic>::Qp;
 
@@ -20,7 +20,7 @@ fn settings() -> Settings {
     Settings {
         donate_bytes: CHUNKS * 4096,
         chunk_bytes: 4096,
-        scheme: SchemeKind::FineMem,
+        scheme: schemes::FINEMEM,
         ..Settings::default()
     }
 }
@@ -91,15 +91,15 @@ impl Bed {
 #[test]
 fn nic_that_lacks_a_capability_is_rejected_by_name() {
     let caps = SoftNic::inline().caps();
-    assert!(check_caps(&caps, &settings()).is_ok());
+    assert!(settings().scheme.check_caps(&caps).is_ok());
     let lacking = [
-        (Caps { type1_windows: false, ..caps.clone() }, "type 1: false"),
-        (Caps { windows: false, ..caps.clone() }, "type 2B: false"),
-        (Caps { big_endian_atomics: false, ..caps.clone() }, "big-endian atomics: false"),
-        (Caps { global_atomics: false, ..caps.clone() }, "atomic to the CPU: false"),
+        (Caps { type1_windows: false, ..caps.clone() }, "type-1 windows"),
+        (Caps { windows: false, ..caps.clone() }, "type-2B windows"),
+        (Caps { big_endian_atomics: false, ..caps.clone() }, "big-endian atomics"),
+        (Caps { global_atomics: false, ..caps.clone() }, "with respect to the CPU"),
     ];
     for (caps, named) in lacking {
-        let why = check_caps(&caps, &settings()).unwrap_err().to_string();
+        let why = settings().scheme.check_caps(&caps).unwrap_err().to_string();
         assert!(why.contains(named), "{why}");
     }
 }
@@ -164,11 +164,11 @@ fn remote_qp_restarts_at_the_last_announced_psn() {
     let route = Route::between(ip(1), end, ip(2), end);
     let at = |psn| route.peer(Qpn::new(7), Start::Psn(Psn::new(psn)));
     let peer = bed.node.peers.get_mut(&bed.id).unwrap();
-    peer.management_peer = at(1);
-    peer.groups[0].iter_mut().for_each(|(_, lane)| *lane = at(1));
+    peer.management.peer = at(1);
+    peer.access.0[0].iter_mut().for_each(|lane| lane.peer = at(1));
     let begin = |bed: &Bed| {
         let peer = &bed.node.peers[&bed.id];
-        [peer.management_peer, peer.groups[0][0].1, peer.groups[0][1].1]
+        [peer.management.peer, peer.access.0[0][0].peer, peer.access.0[0][1].peer]
     };
     bed.node.set_start(bed.id, QpSet::Access(GroupId(0), Lane(1)), Start::Psn(Psn::new(2)));
     assert_eq!(begin(&bed), [at(1), at(1), at(2)]);

@@ -19,7 +19,7 @@ use rnic::port::inline::InlineNic;
 use self::raw_client::{REPLY, RawClient};
 use super::*;
 use crate::scheme::{ClientId, NodeScheme};
-use crate::{SchemeKind, Settings};
+use crate::{Settings, schemes};
 
 const CREDITS: u32 = 4;
 
@@ -29,7 +29,7 @@ fn settings(pages: u64) -> Settings {
         chunk_bytes: PAGE_BYTES as u64,
         credits: CREDITS,
         clients_max: 8,
-        scheme: SchemeKind::Odrp,
+        scheme: schemes::ODRP,
         ..Settings::default()
     }
 }

@@ -3,19 +3,18 @@
 use verbs::{Caps, PathMtu, Psn};
 
 use super::*;
-use crate::odrp::node::check_caps;
 use crate::remote::{RoceEnd, Route, Start};
 use crate::scheme::{GroupId, Lane, QpSet};
 
 #[test]
 fn nic_that_lacks_a_capability_is_rejected_by_name() {
     let whole = SoftNic::inline().caps();
-    assert!(check_caps(&whole).is_ok());
+    assert!(super::super::ODRP.check_caps(&whole).is_ok());
     for (caps, named) in [
-        (Caps { chains: false, ..whole.clone() }, "chains: false"),
-        (Caps { big_endian_atomics: false, ..whole.clone() }, "big-endian atomics: false"),
+        (Caps { chains: false, ..whole.clone() }, "WAIT and SEND_EN"),
+        (Caps { big_endian_atomics: false, ..whole.clone() }, "big-endian atomics"),
     ] {
-        let why = check_caps(&caps).unwrap_err().to_string();
+        let why = super::super::ODRP.check_caps(&caps).unwrap_err().to_string();
         assert!(why.contains(named), "{why}");
     }
 }
@@ -43,7 +42,7 @@ fn lanes_reset_singly_and_start_at_the_last_psn() {
     let (nic, mut node) = start(4);
     let id = RawClient::join(&nic, &mut node, 1).id;
     let lanes: Vec<u32> =
-        node.clients[&id].access[0].iter().map(|(qp, _)| qp.qpn().raw()).collect();
+        node.clients[&id].access.0[0].iter().map(|lane| lane.qp.qpn().raw()).collect();
     for (lane, qpn) in (0..).zip(&lanes) {
         assert_eq!(node.reset_access(id, GroupId(0), Lane(lane)).unwrap(), *qpn);
     }
@@ -55,10 +54,10 @@ fn lanes_reset_singly_and_start_at_the_last_psn() {
     let at = |psn| route.peer(Qpn::new(7), Start::Psn(Psn::new(psn)));
     let c = node.clients.get_mut(&id).unwrap();
     (c.reads.front_peer, c.writes.front_peer) = (at(1), at(1));
-    c.access[0].iter_mut().for_each(|(_, lane)| *lane = at(1));
+    c.access.0[0].iter_mut().for_each(|lane| lane.peer = at(1));
     let begin = |node: &Node<SoftNic>| {
         let c = &node.clients[&id];
-        [c.reads.front_peer, c.writes.front_peer, c.access[0][0].1, c.access[0][1].1]
+        [c.reads.front_peer, c.writes.front_peer, c.access.0[0][0].peer, c.access.0[0][1].peer]
     };
     node.set_start(id, QpSet::Access(GroupId(0), Lane(1)), Start::Psn(Psn::new(2)));
     assert_eq!(begin(&node), [at(1), at(1), at(1), at(2)]);

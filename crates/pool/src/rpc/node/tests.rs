@@ -1,12 +1,15 @@
 //! Tests of the required NIC capabilities, and of the initial state of re-established QPs.
 
 use rnic::nic::SoftNic;
-use verbs::{PathMtu, Psn, Qpn};
+use verbs::{Caps, PathMtu, Psn, Qpn};
 
+use super::super::REPLY_BYTES;
 use super::*;
+use crate::info::Need;
 use crate::remote::{RoceEnd, Route};
+use crate::{Scheme, schemes};
 
-fn settings(scheme: SchemeKind) -> Settings {
+fn settings(scheme: Scheme) -> Settings {
     Settings { donate_bytes: 4 * 4096, chunk_bytes: 4096, scheme, ..Settings::default() }
 }
 
@@ -17,17 +20,17 @@ fn missing_nic_capability_is_named() {
     let no_type1 = Caps { type1_windows: false, ..whole.clone() };
     let short = |by| Caps { max_inline: REPLY_BYTES as u32 - by, ..whole.clone() };
     for (scheme, caps, lacks) in [
-        (SchemeKind::RpcMw2, &whole, None),
-        (SchemeKind::RpcMw2, &no_windows, Some("type-2 windows")),
-        (SchemeKind::RpcMw2, &no_type1, None),
-        (SchemeKind::RpcMw1, &no_type1, Some("type-1 windows")),
-        (SchemeKind::PremmapRpc, &no_type1, Some("type-1 windows")),
-        (SchemeKind::RpcMw1, &no_windows, None),
-        (SchemeKind::StaticMr, &no_type1, None),
-        (SchemeKind::StaticMr, &short(0), None),
-        (SchemeKind::StaticMr, &short(1), Some("enough inline data")),
+        (schemes::RPC_MW_2, &whole, None),
+        (schemes::RPC_MW_2, &no_windows, Some(Need::Type2Windows)),
+        (schemes::RPC_MW_2, &no_type1, None),
+        (schemes::RPC_MW_1, &no_type1, Some(Need::Type1Windows)),
+        (schemes::PREMMAP_RPC, &no_type1, Some(Need::Type1Windows)),
+        (schemes::RPC_MW_1, &no_windows, None),
+        (schemes::STATIC_MR, &no_type1, None),
+        (schemes::STATIC_MR, &short(0), None),
+        (schemes::STATIC_MR, &short(1), Some(Need::Inline(REPLY_BYTES as u32))),
     ] {
-        assert_eq!(missing(scheme, caps), lacks, "{scheme}");
+        assert_eq!(scheme.missing(caps), lacks, "{scheme}");
     }
 }
 
@@ -35,7 +38,7 @@ fn missing_nic_capability_is_named() {
 #[test]
 fn reestablished_remote_qp_uses_the_latest_start() {
     let nic = SoftNic::inline();
-    let settings = settings(SchemeKind::RpcMw2);
+    let settings = settings(schemes::RPC_MW_2);
     let mut node = Node::new(&nic, &settings).unwrap();
     let pd = nic.alloc_pd().unwrap();
     let cq = nic.create_cq(CqAttr { entries: 16, ignore_overrun: false }).unwrap();
@@ -59,12 +62,12 @@ fn reestablished_remote_qp_uses_the_latest_start() {
     {
         let mut state = node.state_of(id);
         let peer = state.peers.get_mut(&id).unwrap();
-        peer.management_peer = at(1);
-        peer.groups[0].iter_mut().for_each(|lane| lane.peer = at(1));
+        peer.management.peer = at(1);
+        peer.access.0[0].iter_mut().for_each(|lane| lane.peer = at(1));
     }
     let begin = |node: &Node<SoftNic>| {
         let peer = &node.state_of(id).peers[&id];
-        [peer.management_peer, peer.groups[0][0].peer, peer.groups[0][1].peer]
+        [peer.management.peer, peer.access.0[0][0].peer, peer.access.0[0][1].peer]
     };
     node.set_start(id, QpSet::Access(GroupId(0), Lane(1)), Start::Psn(Psn::new(2)));
     assert_eq!(begin(&node), [at(1), at(1), at(2)]);

@@ -14,21 +14,21 @@ use crate::scheme::{ClientId, ConnectRequest, GroupId, Lane, NodeScheme, bulleti
 
 mod openings;
 mod reconnect;
-use crate::{SchemeKind, Settings};
+use crate::{Scheme, Settings, schemes};
 
 const CREDITS: u32 = 4;
 
 /// The schemes by RPC.
-const SCHEMES: [SchemeKind; 6] = [
-    SchemeKind::RpcMw2,
-    SchemeKind::RpcMw1,
-    SchemeKind::FineMr,
-    SchemeKind::StaticMr,
-    SchemeKind::PremmapRpc,
-    SchemeKind::OnDemandRpc,
+const SCHEMES: [Scheme; 6] = [
+    schemes::RPC_MW_2,
+    schemes::RPC_MW_1,
+    schemes::FINE_MR,
+    schemes::STATIC_MR,
+    schemes::PREMMAP_RPC,
+    schemes::ONDEMAND_RPC,
 ];
 
-fn settings(scheme: SchemeKind, chunks: u64) -> Settings {
+fn settings(scheme: Scheme, chunks: u64) -> Settings {
     Settings {
         donate_bytes: chunks * 4096,
         chunk_bytes: 4096,
@@ -149,7 +149,7 @@ impl Hand {
     }
 }
 
-fn start(scheme: SchemeKind, chunks: u64) -> (SoftNic, Node<SoftNic>) {
+fn start(scheme: Scheme, chunks: u64) -> (SoftNic, Node<SoftNic>) {
     let nic = SoftNic::inline();
     let node = Node::new(&nic, &settings(scheme, chunks)).unwrap();
     (nic, node)
@@ -334,7 +334,7 @@ fn broken_access_qp_does_not_block_allocate_and_free() {
         hand.completions();
         assert_eq!(hand.read(&second), Status::Success);
         // A type-1 window stays bound until the next allocation.
-        let dead = scheme != SchemeKind::RpcMw1;
+        let dead = scheme != schemes::RPC_MW_1;
         assert_eq!(hand.read(&granted) == Status::RemoteAccess, dead);
         assert!(node.reset_access(hand.id, GroupId(0), Lane(2)).is_err());
         assert!(node.reset_access(hand.id, GroupId(1), Lane(0)).is_err());
@@ -389,12 +389,12 @@ fn invalid_admissions_are_refused() {
             ..ConnectRequest::default()
         };
         for (request, expected) in [
-            (admission(vec![], vec![lanes.clone()]), "one management QP"),
-            (admission(vec![qpn; 2], vec![lanes.clone()]), "one management QP"),
+            (admission(vec![], vec![lanes.clone()]), "1 management QPs"),
+            (admission(vec![qpn; 2], vec![lanes.clone()]), "1 management QPs"),
             (admission(vec![qpn], vec![]), "QP groups"),
             (admission(vec![qpn], vec![lanes.clone(); 65]), "QP groups"),
-            (admission(vec![qpn], vec![vec![qpn]]), "a QP group of 1"),
-            (admission(vec![qpn], vec![vec![qpn; 3]]), "a QP group of 3"),
+            (admission(vec![qpn], vec![vec![qpn]]), "but one has 1"),
+            (admission(vec![qpn], vec![vec![qpn; 3]]), "but one has 3"),
         ] {
             let e = node.admit(ClientId(2), &request).unwrap_err().to_string();
             assert!(e.contains(expected), "{e}");

@@ -32,13 +32,13 @@ fn guessed_tag_opens_only_type_1_windows() {
                 thief.completions();
             }
         }
-        assert_eq!(opened, scheme.has_type1_windows() as u32, "{scheme}");
+        assert_eq!(opened, scheme.isolation.has_type1_windows() as u32, "{scheme}");
     }
 }
 
 #[test]
 fn type_1_window_moves_from_the_freed_chunk_to_the_next() {
-    let (nic, mut node) = start(SchemeKind::RpcMw1, 4);
+    let (nic, mut node) = start(schemes::RPC_MW_1, 4);
     let hand = Hand::join(&nic, &mut node, 1);
     let first = hand.allocate(&mut node);
     let free = Ask::Free { entry: first.entry };
@@ -59,7 +59,7 @@ fn type_1_window_moves_from_the_freed_chunk_to_the_next() {
 
 #[test]
 fn chunk_set_aside_is_closed_and_cleared_for_other_clients() {
-    let (nic, mut node) = start(SchemeKind::RpcMw1, 4);
+    let (nic, mut node) = start(schemes::RPC_MW_1, 4);
     let (a, b) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
     let granted: Vec<Reply> = (0..4).map(|_| a.allocate(&mut node)).collect();
     assert_eq!(b.allocate(&mut node).outcome, Outcome::Empty);
@@ -93,7 +93,7 @@ fn chunk_set_aside_is_closed_and_cleared_for_other_clients() {
 /// A second free of a chunk fails while an allocation in the same poll takes over its window.
 #[test]
 fn chunk_whose_window_is_reused_is_not_freed_again() {
-    let (nic, mut node) = start(SchemeKind::RpcMw1, 4);
+    let (nic, mut node) = start(schemes::RPC_MW_1, 4);
     let hand = Hand::join(&nic, &mut node, 1);
     let entry = hand.allocate(&mut node).entry;
     assert_eq!(hand.ask(&mut node, Ask::Free { entry }).outcome, Outcome::Done);
@@ -111,7 +111,7 @@ fn chunk_whose_window_is_reused_is_not_freed_again() {
 
 #[test]
 fn chunks_set_aside_are_limited_by_credits() {
-    let (nic, mut node) = start(SchemeKind::RpcMw1, 16);
+    let (nic, mut node) = start(schemes::RPC_MW_1, 16);
     let hand = Hand::join(&nic, &mut node, 1);
     let granted: Vec<Reply> = (0..16).map(|_| hand.allocate(&mut node)).collect();
     for g in &granted {
@@ -131,7 +131,7 @@ fn is_bound(nic: &SoftNic, key: Key) -> bool {
 
 #[test]
 fn region_lives_as_long_as_its_grant() {
-    let (nic, mut node) = start(SchemeKind::FineMr, 4);
+    let (nic, mut node) = start(schemes::FINE_MR, 4);
     let hand = Hand::join(&nic, &mut node, 1);
     for _ in 0..100 {
         let granted = hand.allocate(&mut node);
@@ -146,7 +146,7 @@ fn region_lives_as_long_as_its_grant() {
 
 #[test]
 fn static_regions_are_registered_in_advance() {
-    let (nic, mut node) = start(SchemeKind::StaticMr, 8);
+    let (nic, mut node) = start(schemes::STATIC_MR, 8);
     let hand = Hand::join(&nic, &mut node, 1);
     while node.poll().unwrap() {}
     assert_eq!(node.status().unwrap().free, 8);
@@ -162,7 +162,7 @@ fn static_regions_are_registered_in_advance() {
 
 #[test]
 fn static_regions_of_other_clients_are_taken_when_none_is_free() {
-    let (nic, mut node) = start(SchemeKind::StaticMr, 4);
+    let (nic, mut node) = start(schemes::STATIC_MR, 4);
     let hands: Vec<Hand> = (1..=3).map(|id| Hand::join(&nic, &mut node, id)).collect();
     while node.poll().unwrap() {}
     for _ in 0..4 {

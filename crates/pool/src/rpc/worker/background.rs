@@ -4,13 +4,13 @@
 
 use verbs::Nic;
 
+use super::super::Opening;
 use super::{BATCH, Shared, State};
 use crate::Error;
 use crate::rpc::peer::Peer;
 use crate::rpc::regions::AHEAD;
 use crate::rpc::table::Protection;
 use crate::scheme::{ClientId, GroupId, bulletin};
-use crate::settings::SchemeKind;
 
 /// Maximum number of bytes of a departed compute node that one poll clears.
 const CLEAR_BYTES: u64 = 1 << 20;
@@ -120,7 +120,7 @@ impl<N: Nic> State<N> {
     /// Opens a chunk for a compute node that has too few opened in advance. False if none needs one
     /// or no chunk is free.
     pub(super) fn open_ahead(&mut self, shared: &Shared<N>) -> Result<bool, Error> {
-        if !shared.is(SchemeKind::StaticMr) {
+        if shared.opening != Opening::RegisterAhead {
             self.short.clear();
             return Ok(false);
         }

@@ -5,7 +5,7 @@ use verbs::{Nic, Op, QueuePair, Status, WorkRequest};
 
 use super::State;
 use crate::Error;
-use crate::rpc::peer::Path;
+use crate::client_table::PeerQp;
 use crate::scheme::{ClientId, GroupId, Lane};
 use crate::wakeup::poll_until;
 
@@ -82,9 +82,9 @@ impl<N: Nic> State<N> {
         }
     }
 
-    fn peer_path(&self, op: &WindowOp) -> Option<&Path<N>> {
+    fn peer_path(&self, op: &WindowOp) -> Option<&PeerQp<N>> {
         let (client, group, lane) = op.path?;
-        self.peers.get(&client)?.groups.get(group.0 as usize)?.get(lane.0 as usize)
+        self.peers.get(&client)?.access.get(group, lane)
     }
 }
 

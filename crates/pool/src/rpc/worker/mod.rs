@@ -7,7 +7,7 @@
 mod background;
 mod binds;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -17,13 +17,15 @@ use verbs::{
 };
 
 use self::binds::WindowOp;
+use super::Opening;
 use super::blocks::Blocks;
 use super::peer::Peer;
 use super::table::{Protection, Table};
 use super::{Ask, Outcome, REQUEST_BYTES, Reply, Request};
 use crate::Error;
+use crate::client_table::ClientTable;
 use crate::scheme::{ClientId, CpuEvents, GroupId, Lane, MAX_GROUP, Worker};
-use crate::settings::{SchemeKind, Settings};
+use crate::settings::Settings;
 use crate::wakeup::CqEvents;
 
 /// Maximum number of requests that one poll answers.
@@ -35,6 +37,7 @@ pub(super) const BIND_BLOCKS: u32 = 3;
 pub(super) struct Shared<N: Nic> {
     pub nic: N,
     pub settings: Settings,
+    pub opening: Opening,
     /// PD of the windows and of the QPs that use them.
     pub pd: N::Pd,
     /// The donated memory, registered in [`Shared::pd`].
@@ -62,7 +65,7 @@ pub(super) struct State<N: Nic> {
     pub binds: N::Cq,
     /// QP to which binds of type-1 windows are posted.
     binder: Option<N::Qp>,
-    pub peers: BTreeMap<ClientId, Peer<N>>,
+    pub peers: ClientTable<Peer<N>>,
     pub by_management: HashMap<Qpn, ClientId>,
     /// Compute nodes that may have too few chunks set aside.
     short: VecDeque<ClientId>,
@@ -128,10 +131,6 @@ impl<N: Nic> Shared<N> {
         Ok(did)
     }
 
-    fn is(&self, scheme: SchemeKind) -> bool {
-        self.settings.scheme == scheme
-    }
-
     fn clear(&self, entry: u32) {
         let (offset, bytes) = self.blocks.range(entry);
         let mut zeros = Zeros::default();
@@ -159,7 +158,12 @@ impl<N: Nic> Shared<N> {
 
 impl<N: Nic> Core<N> {
     /// A core without compute nodes.
-    pub fn new(nic: &N, pd: &N::Pd, settings: &Settings, index: usize) -> Result<Self, Error> {
+    pub fn new(
+        nic: &N,
+        pd: &N::Pd,
+        (settings, opening): (&Settings, Opening),
+        index: usize,
+    ) -> Result<Self, Error> {
         // A new compute node is assigned to the core with the fewest.
         let clients = settings.clients_max.div_ceil(settings.cores.min(settings.clients_max));
         let in_flight = clients * settings.credits;
@@ -171,8 +175,8 @@ impl<N: Nic> Core<N> {
             entries: 2 * BATCH.max(settings.credits as usize) as u32 * MAX_GROUP as u32,
             ignore_overrun: false,
         })?;
-        let binder = match settings.scheme {
-            SchemeKind::RpcMw1 | SchemeKind::PremmapRpc => {
+        let binder = match opening.is_type1() {
+            true => {
                 let qp = nic.create_qp(
                     pd,
                     QpAttr {
@@ -195,7 +199,7 @@ impl<N: Nic> Core<N> {
             arrived: vec![Completion::EMPTY; BATCH],
             binds,
             binder,
-            peers: BTreeMap::new(),
+            peers: ClientTable::default(),
             by_management: HashMap::new(),
             short: VecDeque::new(),
             serial: 1,
@@ -262,7 +266,7 @@ impl<N: Nic> State<N> {
         peer.inbox.memory().read(slot as usize * REQUEST_BYTES, &mut bytes);
         let (number, ask) = Request::parse(&bytes);
         let whole = c.bytes as usize == REQUEST_BYTES;
-        let groups = peer.groups.len();
+        let groups = peer.access.0.len();
         let step = match ask.filter(|_| whole) {
             Some(Ask::Allocate { group, order })
                 if (group as usize) < groups && order as u32 <= shared.blocks.order_max() =>
@@ -284,14 +288,14 @@ impl<N: Nic> State<N> {
     ) -> Result<Step, Error> {
         loop {
             let mut table = shared.table.lock();
-            if shared.is(SchemeKind::StaticMr)
+            if shared.opening == Opening::RegisterAhead
                 && let Some(entry) = table.take_aside(client, group)
             {
                 self.short.push_back(client);
                 return Ok(Step::Allocate { entry, open: true, from: None, failed: false });
             }
             if let Some(entry) = table.take(client, group, order) {
-                let from = match shared.is(SchemeKind::RpcMw1) {
+                let from = match shared.opening == Opening::Rebind {
                     true => table.take_aside_to_close(client),
                     false => None,
                 };
@@ -314,7 +318,7 @@ impl<N: Nic> State<N> {
             return Step::Refuse(Outcome::NotYours, entry);
         }
         let room = table.aside_for(client) < shared.settings.credits as usize;
-        if shared.is(SchemeKind::RpcMw1) && room {
+        if shared.opening == Opening::Rebind && room {
             table.set_aside(entry, client);
             return Step::SetAside { entry };
         }
@@ -359,7 +363,7 @@ impl<N: Nic> State<N> {
         let group = table.group_of(entry);
         match &mut table.protection {
             Protection::Type2(windows) => {
-                let paths = &self.peers[&client].groups[group.0 as usize];
+                let paths = &self.peers[&client].access.0[group.0 as usize];
                 for (lane, path) in paths.iter().enumerate() {
                     let lane = Lane(lane as u8);
                     let umr = windows.bind(entry, lane, path.qp.qpn());

@@ -10,7 +10,7 @@ use crate::check::invariant::Invariant;
 impl Hostile {
     pub(super) fn allocate_request(&mut self, named: &[u32], target: Remote) -> Vec<u8> {
         self.number += 1;
-        if self.scheme.is_by_rpc() {
+        if self.scheme.needs_cpu() {
             let mut data = vec![0; 16];
             data[0] = 1;
             data[8..].copy_from_slice(&self.number.to_be_bytes());
@@ -27,7 +27,7 @@ impl Hostile {
     pub(super) fn free_request(&mut self, entry: u32, target: Remote) -> Vec<u8> {
         self.number += 1;
         let mut data = vec![];
-        if self.scheme.is_by_rpc() {
+        if self.scheme.needs_cpu() {
             data.resize(16, 0);
             data[0] = 2;
             data[4..8].copy_from_slice(&entry.to_be_bytes());
@@ -80,7 +80,7 @@ impl Hostile {
         let be32 = |at: usize| u32::from_be_bytes(b[at..at + 4].try_into().expect("4 bytes"));
         let be64 = |at: usize| u64::from_be_bytes(b[at..at + 8].try_into().expect("8 bytes"));
         let bytes = self.terms.chunk_bytes;
-        if self.scheme.is_by_rpc() {
+        if self.scheme.needs_cpu() {
             let keys: Vec<Key> = (0..lanes).map(|i| Key(be32(32 + 4 * i))).collect();
             return (b[0] == 1).then(|| Grant::new(be64(16), bytes, be32(4), GroupId(0), &keys));
         }
@@ -122,7 +122,7 @@ impl Hostile {
         }
         let mut b = [0; 64];
         self.memory.memory().read(which * 128, &mut b);
-        let freed = match self.scheme.is_by_rpc() {
+        let freed = match self.scheme.needs_cpu() {
             true => b[0] == 1,
             false => b[reply::FREE_STATUS + 3] == status::FREED,
         };

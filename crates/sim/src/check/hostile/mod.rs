@@ -14,7 +14,7 @@ mod trees;
 
 use std::time::Duration;
 
-use pool::SchemeKind;
+use pool::Scheme;
 use pool::client::control::ControlPlane;
 use pool::odrp::PAGE_BYTES;
 use pool::scheme::{ClientScheme, ConnectReply, ConnectRequest, Grant, GroupId, Lane};
@@ -58,7 +58,7 @@ struct Hostile {
     access: Vec<Vec<Side>>,
     control: SimControl,
     terms: ConnectReply,
-    scheme: SchemeKind,
+    scheme: Scheme,
     random: Random,
     held: Vec<Grant>,
     /// All grants that the client ever had.
@@ -116,7 +116,7 @@ impl Hostile {
     fn join(cx: Context, mut random: Random) -> Option<Self> {
         let nic = cx.nic();
         let control = cx.connector.control(&nic, cx.link.clone());
-        let scheme = control.welcome().scheme;
+        let scheme = cx.case.scheme;
         let functions = control.welcome().functions as usize;
         let pd = nic.alloc_pd().ok()?;
         let separation = cx.case.separation;
@@ -124,7 +124,7 @@ impl Hostile {
         let bytes = if cx.case.is_paged() { PAGE + PAGE_BYTES } else { PAGE };
         let memory = nic.reg_mr(&pd, &nic.alloc_dma(bytes).ok()?, rights).ok()?;
         let by_itself = cx.case.is_trusting();
-        let sides = match scheme.is_by_rpc() || !separation {
+        let sides = match scheme.needs_cpu() || !separation {
             _ if by_itself => 0,
             true => 1,
             false => 2,
@@ -213,7 +213,7 @@ impl Hostile {
         }
         // A type-1 window opens to any client that guesses its key; the scheme is unsafe in this
         // respect.
-        let withstands = !self.scheme.has_type1_windows();
+        let withstands = !self.scheme.isolation.has_type1_windows();
         let may_guess = withstands || self.cx.case.unsafe_by_design.is_some();
         match self.random.below(16) {
             0..=3 => self.allocate(&[]),
@@ -224,7 +224,7 @@ impl Hostile {
             8 if withstands => self.steal(),
             9 if may_guess => self.guess(),
             10 => self.access_beyond(),
-            11 if !self.scheme.is_by_rpc() => self.name_foreign_qps(),
+            11 if !self.scheme.needs_cpu() => self.name_foreign_qps(),
             12 => self.unanswerable(),
             13 => self.malformed(),
             14 => self.flood(),
@@ -251,7 +251,7 @@ impl Hostile {
     /// Posts a request. Returns false if a queue is full.
     fn send(&mut self, which: usize, data: &[u8]) -> bool {
         let to = self.memory.sge(which * 128, 64);
-        let to = if self.scheme.is_by_rpc() { &[to][..] } else { &[] };
+        let to = if self.scheme.needs_cpu() { &[to][..] } else { &[] };
         let side = self.side(which);
         let receive = ReceiveRequest { id: 1, to };
         let op = Op::SendInline { data };

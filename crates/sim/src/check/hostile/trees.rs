@@ -5,6 +5,7 @@
 
 use pool::client::control::ControlPlane;
 use pool::finemem::Client;
+use pool::info::Isolation;
 use pool::scheme::{ClientScheme, ConnectReply, Grant, GroupId};
 use verbs::{Key, MemoryRegion, Op, Qpn, Remote};
 
@@ -19,7 +20,7 @@ pub(super) type Service = Box<Client<SimNic>>;
 
 /// Passes the memory node's admission to the service, and connects the service.
 pub(super) fn start(service: &Service, terms: &ConnectReply) -> Option<()> {
-    service.admitted(terms);
+    service.accept(terms).ok()?;
     let peers: Vec<_> = terms.management.iter().map(|q| Qpn::new(*q).into()).collect();
     service.connect(&peers).ok()
 }
@@ -27,7 +28,7 @@ pub(super) fn start(service: &Service, terms: &ConnectReply) -> Option<()> {
 impl Hostile {
     pub(super) fn round_on_trees(&mut self) {
         // Guarded windows, which check the log, withstand even a client with the right key.
-        let withstands = self.scheme.is_guarded();
+        let withstands = self.scheme.isolation == Isolation::GuardedWindows;
         match self.random.below(16) {
             0..=2 => self.allocate(&[]),
             3 if withstands => self.steal(),
@@ -86,7 +87,7 @@ impl Hostile {
         let connected = again.and_then(|peers| service.connect(&peers));
         self.out |= connected.is_err();
         if !self.out {
-            let _ = fiber::block_on(service.recall());
+            let _ = fiber::block_on(service.settle());
         }
     }
 

@@ -97,7 +97,7 @@ impl Oracle {
         }
         let at = entry as usize * self.chunk_bytes as usize;
         if honest
-            && self.case.scheme.releases()
+            && self.case.scheme.clears()
             && self.image[at..at + self.chunk_bytes as usize].iter().any(|b| *b != 0)
         {
             let name = self.name(client);

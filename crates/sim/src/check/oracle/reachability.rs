@@ -1,6 +1,6 @@
 //! Checks which clients can access which chunks by the NIC's tables, and which chunks are free.
 
-use pool::SchemeKind;
+use pool::schemes;
 use rnic::engine::Reachability;
 
 use super::{ClientIndex, Oracle};
@@ -30,7 +30,7 @@ impl Oracle {
     }
 
     fn check_reaches(&mut self) {
-        let type1 = self.case.scheme == SchemeKind::RpcMw1;
+        let type1 = self.case.scheme == schemes::RPC_MW_1;
         let mut by: Vec<Option<ClientIndex>> = vec![None; self.chunks as usize];
         for at in 0..self.reaches.len() {
             let r = self.reaches[at];
@@ -163,7 +163,7 @@ impl Oracle {
             let at = entry as usize * self.chunk_bytes as usize;
             let bytes = &self.image[at..at + self.chunk_bytes as usize];
             self.found_clear[entry as usize] = bytes.iter().all(|b| *b == 0);
-            if self.case.scheme.releases() && bytes.iter().any(|b| *b != 0) {
+            if self.case.scheme.clears() && bytes.iter().any(|b| *b != 0) {
                 return self
                     .wrong(Invariant::Contents, format!("chunk {entry} is free, but not clear"));
             }
@@ -172,7 +172,7 @@ impl Oracle {
 
     /// After all clients have departed, checks that the memory is clear and inaccessible.
     pub fn check_empty(&self) -> Result<(), String> {
-        let left = self.image.iter().position(|b| *b != 0).filter(|_| self.case.scheme.releases());
+        let left = self.image.iter().position(|b| *b != 0).filter(|_| self.case.scheme.clears());
         match (left, self.reaches.first()) {
             (Some(at), _) => {
                 Err(format!("after all clients have departed, byte {at} is not clear"))
