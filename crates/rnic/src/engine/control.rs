@@ -7,7 +7,7 @@
 use super::Engine;
 use super::attributes::check_region;
 use super::core::Core;
-use super::owners::{Function, Pd, check_limit, limit_error};
+use super::owners::{Function, Pd, check_limit, table_error};
 use super::qp_list::{InList, Links};
 use crate::engine::qp::{Peer, Qp};
 use crate::engine::queue::{CompletionQueue, RecvQueue, SendQueue};
@@ -98,7 +98,7 @@ impl Engine {
             core.owners.functions.get_mut(&f).ok_or(Error::Unknown(Object::Function(f)))?;
         check_limit("PDs of the function", function.used.pds, function.limits.pds)?;
         let made = core.owners.pds.insert(|_| true, |_| Pd { function: f, users: 0 });
-        let n = made.ok_or(limit_error("PDs of the NIC", core.owners.pds.capacity()))?;
+        let n = made.map_err(table_error("PDs of the NIC", core.owners.pds.capacity()))?;
         function.used.pds += 1;
         function.pds.insert(n);
         Ok(Pdn::new(n))
@@ -203,7 +203,7 @@ impl Engine {
         let cq = CompletionQueue::new(f, function.sched_index, spec)?;
         let bytes = function.room_for_rings(cq.ring_bytes())?;
         let made = core.queues.cqs.insert(|_| true, |_| cq);
-        let n = made.ok_or(limit_error("CQs of the NIC", core.queues.cqs.capacity()))?;
+        let n = made.map_err(table_error("CQs of the NIC", core.queues.cqs.capacity()))?;
         function.used.cqs += 1;
         function.used.ring_bytes = bytes;
         function.cqs.insert(n);
@@ -315,11 +315,14 @@ impl Engine {
                 taken_wqe: None,
             },
         );
-        let Some(number) = made else {
-            if let (Some(n), false) = (recv, recv_shared) {
-                core.queues.recvs.remove(n);
+        let number = match made {
+            Ok(number) => number,
+            Err(error) => {
+                if let (Some(n), false) = (recv, recv_shared) {
+                    core.queues.recvs.remove(n);
+                }
+                return Err(table_error("QPs of the NIC", core.queues.qps.capacity())(error));
             }
-            return Err(limit_error("QPs of the NIC", core.queues.qps.capacity()));
         };
         if let (Some(n), true) = (recv, recv_shared) {
             core.queues.recvs.get_mut(n).expect("looked up above").users += 1;

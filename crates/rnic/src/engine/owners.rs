@@ -4,7 +4,7 @@ use super::scheduler::Scheduler;
 use crate::error::{Error, Object};
 use crate::key_namespaces::{KeyNamespaces, Namespace};
 use crate::limits::FunctionLimits;
-use crate::table::Table;
+use crate::table::{InsertError, Table};
 use std::collections::{HashMap, HashSet};
 use verbs::{FunctionId, Key, KeyIndex, Pdn};
 
@@ -159,6 +159,10 @@ pub(super) fn check_limit(what: &'static str, used: u32, limit: u32) -> Result<(
     Ok(())
 }
 
-pub(super) fn limit_error(what: &'static str, limit: u32) -> Error {
-    Error::Limit { what, limit: limit as u64 }
+/// Maps the error of a table of the NIC; `what` names its objects.
+pub(super) fn table_error(what: &'static str, capacity: u32) -> impl Fn(InsertError) -> Error {
+    move |error| match error {
+        InsertError::Full => Error::Limit { what, limit: capacity as u64 },
+        InsertError::Random(errno) => Error::Random { what, errno },
+    }
 }

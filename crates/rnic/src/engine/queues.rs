@@ -3,7 +3,7 @@
 //!
 //! `qp_list.rs` implements the lists, `scheduler.rs` selects the function.
 
-use super::owners::{limit_error, owned};
+use super::owners::{owned, table_error};
 use super::qp::{Peer, Qp};
 use super::qp_list::{InList, QpList};
 use super::queue::{CompletionQueue, RecvQueue, Waiting};
@@ -298,6 +298,6 @@ impl Queues {
 
     pub fn insert_recv(&mut self, queue: RecvQueue) -> Result<u32, Error> {
         let made = self.recvs.insert(|_| true, |_| queue);
-        made.ok_or(limit_error("receive queues of the NIC", self.recvs.capacity()))
+        made.map_err(table_error("receive queues of the NIC", self.recvs.capacity()))
     }
 }
