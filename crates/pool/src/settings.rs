@@ -47,7 +47,7 @@ pub struct Settings {
     pub clients_max: u32,
     /// Reserves part of these slots so that one process, user or host cannot take all of them
     /// (`docs/user/operating.md`). Enforced by the service.
-    pub shares_places: bool,
+    pub client_quotas: bool,
     /// The allocation scheme.
     pub scheme: Scheme,
     /// How the CPU is notified of requests, in schemes that use it.
@@ -91,7 +91,7 @@ impl Default for Settings {
             credits: 16,
             groups_max: 64,
             clients_max: 256,
-            shares_places: true,
+            client_quotas: true,
             scheme: schemes::ONESIDEDMW,
             control: ControlMode::default(),
             cores: 1,

@@ -227,7 +227,7 @@ impl Serve {
             credits: self.credits,
             clients_max: self.clients,
             // A private memory node has a single user: the command that started it.
-            shares_places: !self.private,
+            client_quotas: !self.private,
             scheme: self.scheme,
             control: self.control,
             cores: self.cores,
