@@ -35,7 +35,7 @@ use crate::settings::{ControlMode, Settings};
 use units::cpus::cores;
 
 /// A memory node. Clones share its state.
-pub struct MemoryNode<S: NodeScheme> {
+pub struct MemoryNode<S: NodeScheme = Box<dyn NodeScheme>> {
     inner: Arc<Inner<S>>,
 }
 

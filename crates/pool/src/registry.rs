@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use verbs::Nic;
 use verbs::direct::DirectNic;
+use verbs::{Caps, Nic};
 
 use crate::protocol::NodeHello;
 use crate::remote::Start;
@@ -123,6 +123,98 @@ impl<N: DirectNic> NodeScheme for AnyNode<N> {
 
     fn audit(&self) -> Result<(), Error> {
         each!(self, node => node.audit())
+    }
+}
+
+impl NodeScheme for Box<dyn NodeScheme> {
+    fn admit(&mut self, client: ClientId, request: &ConnectRequest) -> Result<ConnectReply, Error> {
+        (**self).admit(client, request)
+    }
+
+    fn retire(&mut self, client: ClientId) -> Result<(), Error> {
+        (**self).retire(client)
+    }
+
+    fn is_retired(&self, client: ClientId) -> bool {
+        (**self).is_retired(client)
+    }
+
+    fn poll(&mut self) -> Result<bool, Error> {
+        (**self).poll()
+    }
+
+    fn is_watching(&self) -> bool {
+        (**self).is_watching()
+    }
+
+    fn next_poll(&self) -> Option<Duration> {
+        (**self).next_poll()
+    }
+
+    fn client_waits(&mut self, client: ClientId) -> Result<bool, Error> {
+        (**self).client_waits(client)
+    }
+
+    fn reset_management(&mut self, client: ClientId) -> Result<Option<Vec<u32>>, Error> {
+        (**self).reset_management(client)
+    }
+
+    fn management_is_open(&self, client: ClientId) -> Result<bool, Error> {
+        (**self).management_is_open(client)
+    }
+
+    fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {
+        (**self).reset_access(client, group, lane)
+    }
+
+    fn set_start(&mut self, client: ClientId, part: QpSet, start: Start) {
+        (**self).set_start(client, part, start)
+    }
+
+    fn events(&self) -> Option<Arc<dyn CpuEvents>> {
+        (**self).events()
+    }
+
+    fn functions(&self) -> u32 {
+        (**self).functions()
+    }
+
+    fn workers(&self) -> usize {
+        (**self).workers()
+    }
+
+    fn take_workers(&mut self) -> Vec<Box<dyn Worker>> {
+        (**self).take_workers()
+    }
+
+    fn status(&mut self) -> Result<NodeStatus, Error> {
+        (**self).status()
+    }
+
+    fn audit(&self) -> Result<(), Error> {
+        (**self).audit()
+    }
+}
+
+/// Creates the memory node of the scheme that `settings` select, on a NIC that executes chains.
+pub fn node<N: DirectNic>(nic: &N, settings: &Settings) -> Result<Box<dyn NodeScheme>, Error> {
+    Ok(Box::new(AnyNode::new(nic, settings)?))
+}
+
+/// Creates the memory node of the scheme that `settings` select, without chains: on any NIC.
+///
+/// # Errors
+/// The scheme needs chains.
+pub fn node_without_chains<N: Nic>(
+    nic: &N,
+    settings: &Settings,
+) -> Result<Box<dyn NodeScheme>, Error> {
+    settings.scheme.check_caps(&Caps { chains: false, ..nic.caps() })?;
+    match settings.scheme {
+        schemes::FINEMEM | schemes::FINEMEM_PAPER | schemes::PREMMAP_ONESIDED => {
+            Ok(Box::new(finemem::Node::new(nic, settings)?))
+        }
+        _ => Ok(Box::new(rpc::Node::new(nic, settings)?)),
     }
 }
 

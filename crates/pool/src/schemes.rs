@@ -3,6 +3,7 @@
 pub use crate::finemem::{FINEMEM, FINEMEM_PAPER, PREMMAP_ONESIDED};
 pub use crate::odrp::ODRP;
 pub use crate::onesidedmw::ONESIDEDMW;
+pub use crate::registry::{node, node_without_chains};
 pub use crate::rpc::{FINE_MR, ONDEMAND_RPC, PREMMAP_RPC, RPC_MW_1, RPC_MW_2, STATIC_MR};
 
 use crate::Error;

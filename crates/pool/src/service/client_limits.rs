@@ -12,10 +12,10 @@ use std::fmt;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use rnic::port::shm::Peer;
 use units::TokenBucket;
 
 use crate::protocol::Request;
+use crate::socket::Peer;
 
 /// Cost of setting up a QP: its memory, queues and state changes.
 const EACH_QP: u32 = 8;
