@@ -28,6 +28,7 @@ mod cpu;
 mod credits;
 mod error;
 pub mod finemem;
+pub mod index;
 pub mod info;
 pub mod metrics;
 mod multi;
