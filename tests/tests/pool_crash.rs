@@ -102,7 +102,7 @@ impl Living {
 fn pattern(grant: &Grant) -> [u8; 4096] {
     let mut text = [0; 4096];
     for (i, byte) in text.iter_mut().enumerate() {
-        *byte = (grant.entry as usize * 31 + i) as u8 | 1;
+        *byte = (grant.entry.as_usize() * 31 + i) as u8 | 1;
     }
     text
 }

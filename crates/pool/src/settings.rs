@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::budget::Budget;
+use crate::finemem::block::CHUNK_ORDER;
 use crate::finemem::layout::Shape;
 use crate::info::Scheme;
 use crate::scheme::MAX_GROUP;
@@ -134,7 +135,7 @@ impl Settings {
     /// sizes, otherwise a chunk.
     pub fn largest_bytes(&self) -> u64 {
         let shape = Shape { chunks: self.chunks() as u32, chunk_bytes: self.chunk_bytes };
-        shape.block_bytes(if self.scheme.has_sizes() { shape.order_max() } else { 0 })
+        shape.block_bytes(if self.scheme.has_sizes() { shape.order_max() } else { CHUNK_ORDER })
     }
 
     /// Access QPs of a group: its windows minus the guard.

@@ -112,7 +112,7 @@ fn churn(a: &Arguments, pool: &Pool, ledger: &DmaMemory, done: &Done, thread: u3
 }
 
 fn owner<'a>(ledger: &'a DmaMemory, grant: &Grant) -> &'a AtomicU32 {
-    ledger.word32(grant.entry as usize * 4)
+    ledger.word32(grant.entry.as_usize() * 4)
 }
 
 fn take(pool: &Pool, ledger: &DmaMemory, me: u32, grant: &Grant, mark: u64) -> Result<()> {

@@ -93,7 +93,13 @@ fn refused(pool: &Pool, freed: &Grant, keys_die_late: bool) -> Result<()> {
     ensure!(refused || quarantined, "the key of a freed chunk is still valid: {access:?}");
     // An invalid entry, because the freed chunk may already belong to another thread of this
     // client.
-    let beyond = Grant::new(freed.addr, freed.len, 0xff_fff0, freed.group, freed.keys());
+    let beyond = Grant::new(
+        freed.addr,
+        freed.len,
+        pool::index::EntryId::new(0xff_fff0),
+        freed.group,
+        freed.keys(),
+    );
     let free = pool.free_blocking(beyond);
     ensure!(matches!(free, Err(Error::NotYours { .. })), "an invalid free was accepted: {free:?}");
     Ok(())

@@ -89,7 +89,7 @@ fn main() -> Result<()> {
 
 fn describe(grant: &Grant) -> Value {
     let keys: Vec<u32> = grant.keys().iter().map(|k| k.0).collect();
-    json!({ "entry": grant.entry, "addr": grant.addr, "len": grant.len, "keys": keys })
+    json!({ "entry": grant.entry.raw(), "addr": grant.addr, "len": grant.len, "keys": keys })
 }
 
 struct Victim {
