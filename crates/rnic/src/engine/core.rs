@@ -1,7 +1,7 @@
 //! The state of the NIC, by its parts.
 //!
-//! A part has the methods that need nothing else. What a WQE or a packet needs of several parts is a
-//! method of [`Core`], in the file of its subject.
+//! A part has the methods that need nothing else. A method that needs several parts, for a WQE or a
+//! packet, is a method of [`Core`], in the file of its subject.
 
 use super::events::Events;
 use super::owners::Owners;

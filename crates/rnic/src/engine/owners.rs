@@ -103,8 +103,8 @@ impl Owners {
         self.pds.get_mut(pd.raw()).expect("a PD in use exists")
     }
 
-    /// Returns the key namespace of `f` if the function may have one more window. `nic_limit` is the
-    /// NIC's limit of windows for each function.
+    /// Returns the key namespace of `f` if the function may have one more window. `nic_limit` is
+    /// the NIC's limit of windows for each function.
     pub fn namespace_for_window(
         &mut self,
         f: FunctionId,

@@ -257,8 +257,8 @@ impl Queues {
         }
     }
 
-    /// See `Queues::has_work`. `#[inline(never)]`, here and on the step, keeps the fast path of local
-    /// QPs small.
+    /// See `Queues::has_work`. `#[inline(never)]`, here and on the step, keeps the fast path of
+    /// local QPs small.
     #[inline(never)]
     fn remote_has_work(&self, qp: &Qp, connection: &Connection) -> bool {
         connection.has_packets(qp.state)
