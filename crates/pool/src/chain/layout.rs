@@ -268,8 +268,9 @@ impl<N: Nic> Memory<N> {
             zeros: nic.reg_mr(data, &nic.alloc_zeros(chunk_bytes)?, Access::LOCAL_READ)?,
             dump: nic.reg_mr(data, &nic.alloc_dma(DUMP_BYTES)?, Access::LOCAL_ALL)?,
         };
-        for (i, windows) in shape.entries().iter().zip(windows.chunks(shape.group)) {
-            memory.write_entry(i, Some(windows));
+        for i in shape.entries().iter() {
+            let first = i.as_usize() * shape.group;
+            memory.write_entry(i, Some(&windows[first..first + shape.group]));
             memory.queue.memory().store_be64(i.as_usize() * 8, memory.queue_value(i));
         }
         memory.write_entry(shape.null_entry(), None);

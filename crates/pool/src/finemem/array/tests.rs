@@ -205,7 +205,10 @@ proptest! {
             let mut tasks: Vec<Pin<Box<dyn Future<Output = _>>>> = users
                 .iter()
                 .zip(&orders)
-                .map(|(array, orders)| Box::pin(array.allocate(memory, Order::new(orders[0]))) as Pin<Box<_>>)
+                .map(|(array, orders)| {
+                    let first = Order::new(orders[0]);
+                    Box::pin(array.allocate(memory, first)) as Pin<Box<_>>
+                })
                 .collect();
             for turn in turns {
                 let who = turn.index(users.len());

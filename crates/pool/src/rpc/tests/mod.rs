@@ -413,8 +413,10 @@ fn invalid_admissions_are_refused() {
 proptest! {
     #[test]
     fn requests_are_read_back(number in any::<u64>(), n in any::<u32>(), free in any::<bool>()) {
-        let ask =
-            if free { Ask::Free { entry: EntryId::new(n) } } else { Ask::Allocate { group: n as u16, order: CHUNK_ORDER } };
+        let ask = match free {
+            true => Ask::Free { entry: EntryId::new(n) },
+            false => Ask::Allocate { group: n as u16, order: CHUNK_ORDER },
+        };
         let bytes = Request { number, ask }.to_bytes();
         prop_assert_eq!(Request::parse(&bytes), (number, Some(ask)));
     }
