@@ -1,5 +1,5 @@
-//! What the pool needs of a NIC besides the verbs: how a client opens it, and how the process that
-//! owns it serves other processes.
+//! Parts of a NIC besides the verbs: how a client opens it, and how its owner serves it to other
+//! processes.
 //!
 //! All of this is control path. [`crate::edge`] implements these traits for the software NIC. A
 //! further NIC implements [`verbs::Nic`] and these traits.
