@@ -189,7 +189,7 @@ struct Unaware {
 
 impl Unaware {
     fn connect(scene: &Scene, nic: &SoftNic) -> Result<Self> {
-        let control = SocketControl::connect(&scene.node.socket)?.with_nic(nic);
+        let control = SocketControl::connect(&scene.node.socket)?.with_session(nic.secret());
         let mut welcome = control.welcome().clone();
         let told = welcome.terms.remove("budget_chunks");
         ensure!(told == Some(CHUNKS.into()), "the welcome has no chunk budget");

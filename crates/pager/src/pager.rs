@@ -26,7 +26,7 @@ use crate::fork::inheritance::Inheritance;
 use crate::fork::state::Forks;
 use crate::node_sockets::Sockets;
 use crate::page_table::{PageId, PageTable};
-use crate::pool_transport::PoolTransport;
+use crate::pool_transport;
 use crate::region::{RangeSet, Region, Space};
 use crate::residency::Residency;
 use crate::slots::{ChunkLocation, Emptied, SlotId, Slots};
@@ -254,7 +254,7 @@ impl Pager {
     }
 
     /// Opens the backing memory that `config` names, with staging sized for its bound: memory nodes
-    /// ([`PoolTransport`]), or a file for diagnosis ([`crate::store`]).
+    /// ([`pool_transport`]), or a file for diagnosis ([`crate::store`]).
     pub fn open_transport(config: &Config) -> Result<Box<dyn Transport>, Error> {
         let frames = config::staging_frames(config.local_bytes);
         if FileTransport::is_named_by(&config.pool) {
@@ -266,8 +266,8 @@ impl Pager {
             why,
         })?;
         let blocked = FileSizeSignalBlocked::new();
-        match PoolTransport::connect(&nodes, frames) {
-            Ok(transport) => Ok(Box::new(transport)),
+        match pool_transport::connect(&nodes, frames) {
+            Ok(transport) => Ok(transport),
             Err(_) if blocked.was_raised() => {
                 Err(Error::FileSizeLimit { limit_bytes: sys::file_size_limit() })
             }

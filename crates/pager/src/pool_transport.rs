@@ -20,7 +20,7 @@ use pool::{
     Address, Batch, Buffer, Grant, Lane as PoolLane, MultiPool, NodeIndex, Options, PlacedGrant,
     Placement, Pool, Transfer,
 };
-use rnic::nic::SoftNic;
+use verbs::Nic;
 
 use crate::Error;
 use crate::sys::PAGE_BYTES;
@@ -34,17 +34,17 @@ const FULL_RETRY_TIMEOUT: Duration = Duration::from_secs(60);
 const FULL_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 
 /// A transport over one or several memory nodes.
-pub struct PoolTransport {
-    pools: MultiPool,
-    nodes: Vec<Node>,
+pub struct PoolTransport<N: Nic> {
+    pools: MultiPool<N>,
+    nodes: Vec<Node<N>>,
     frames: u32,
     chunks: RwLock<Chunks>,
 }
 
 /// A memory node, and the staging memory that its NIC accesses.
-struct Node {
-    pool: Pool,
-    staging: Buffer<SoftNic>,
+struct Node<N: Nic> {
+    pool: Pool<N>,
+    staging: Buffer<N>,
 }
 
 /// Grants by chunk handle, and a free list of handles.
@@ -54,10 +54,17 @@ struct Chunks {
     free: Vec<u32>,
 }
 
-impl PoolTransport {
-    /// Connects to memory nodes and allocates `frames` frames of staging for each.
-    pub fn connect(nodes: &[Address], frames: u32) -> Result<Self, Error> {
-        let pools = connect_with_retry(nodes)?;
+/// Connects to memory nodes, with NICs that the addresses select, and allocates `frames` frames of
+/// staging for each.
+pub fn connect(nodes: &[Address], frames: u32) -> Result<Box<dyn Transport>, Error> {
+    let pools = connect_with_retry(nodes)?;
+    Ok(Box::new(PoolTransport::over(pools, nodes, frames)?))
+}
+
+impl<N: Nic> PoolTransport<N> {
+    /// A transport over `pools`, which are connected to `nodes`, with `frames` frames of staging
+    /// for each.
+    pub fn over(pools: MultiPool<N>, nodes: &[Address], frames: u32) -> Result<Self, Error> {
         let chunk = pools.chunk_bytes();
         if chunk < PAGE_BYTES as u64 {
             return Err(Error::Setting {
@@ -69,7 +76,7 @@ impl PoolTransport {
                 ),
             });
         }
-        let node = |index| -> Result<Node, Error> {
+        let node = |index| -> Result<Node<N>, Error> {
             let pool = pools.node(NodeIndex(index));
             let staging = pool.buffer(frames as usize * PAGE_BYTES)?;
             Ok(Node { pool, staging })
@@ -112,7 +119,7 @@ impl PoolTransport {
         lane: Lane,
         ios: &[PageIo],
         write: bool,
-    ) -> Result<Vec<NodeBatch<'_>>, TransportError> {
+    ) -> Result<Vec<NodeBatch<'_, N>>, TransportError> {
         let placed: Vec<PlacedGrant> = ios.iter().map(|io| self.grant(io.chunk)).collect();
         let mut parts = Vec::new();
         for (index, node) in (0..).map(NodeIndex).zip(&self.nodes) {
@@ -136,7 +143,7 @@ impl PoolTransport {
     }
 
     /// Waits for the batch of one memory node.
-    fn wait_part(&self, part: NodeBatch<'_>) -> Result<(), TransportError> {
+    fn wait_part(&self, part: NodeBatch<'_, N>) -> Result<(), TransportError> {
         part.batch.wait().map_err(|e| self.failed(part.node, e))?;
         self.copy_in(part.node, &part.ios);
         Ok(())
@@ -178,14 +185,14 @@ impl PoolTransport {
 }
 
 /// Batch in flight at one memory node.
-struct NodeBatch<'a> {
+struct NodeBatch<'a, N: Nic> {
     node: NodeIndex,
     /// Reads whose pages are copied to the pager's frames when the batch is complete.
     ios: Vec<PageIo>,
-    batch: Batch<'a, SoftNic>,
+    batch: Batch<'a, N>,
 }
 
-impl Transport for PoolTransport {
+impl<N: Nic> Transport for PoolTransport<N> {
     fn chunk_bytes(&self) -> usize {
         self.pools.chunk_bytes() as usize
     }
@@ -268,8 +275,7 @@ impl Transport for PoolTransport {
 
     fn descriptors(&self, keep: &mut Vec<i32>) {
         for Node { pool, .. } in &self.nodes {
-            keep.extend(pool.control_descriptors());
-            keep.extend(pool.nic().function().descriptors());
+            keep.extend(pool.descriptors());
         }
     }
 }

@@ -4,9 +4,9 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use crate::Error;
 use crate::client::control::{SocketControl, until_admitted};
 use crate::remote::{RemoteAddress, Token};
-use crate::{Error, Options, Pool};
 
 /// Address of a memory node, with the token and NIC needed to reach it.
 ///
@@ -77,14 +77,6 @@ impl Address {
     /// Formats a list in the form that [`Address::list`] parses.
     pub fn write_list(all: &[Self]) -> String {
         all.iter().map(Self::to_string).collect::<Vec<_>>().join(",")
-    }
-
-    /// Connects to the memory node.
-    pub fn connect(&self, options: Options) -> Result<Pool, Error> {
-        match self {
-            Self::Shm(path) => Pool::connect(path, options),
-            Self::Roce(remote) => Pool::connect_remote(remote, options),
-        }
     }
 
     /// Opens a connection for control requests only, without access to the pool's memory.

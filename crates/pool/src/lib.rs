@@ -2,8 +2,7 @@
 //! one-sided operations.
 //!
 //! [`scheme`] defines the interface of an allocation scheme on both sides; each scheme has a module
-//! of its own. Only the service depends on a particular NIC: all other code is written against the
-//! verbs.
+//! of its own. All code is written against the verbs; [`edge`] alone chooses the NIC.
 //!
 //! ```
 //! use pool::{Pool, Settings};
@@ -28,11 +27,13 @@ pub mod client_table;
 pub mod conformance;
 mod cpu;
 mod credits;
+pub mod edge;
 mod error;
 pub mod finemem;
 pub mod info;
 pub mod metrics;
 mod multi;
+pub mod nic;
 mod node;
 pub mod odrp;
 pub mod onesidedmw;
@@ -53,6 +54,7 @@ pub use address::{Address, LocalNic, Remote};
 pub use budget::Budget;
 pub use client::control::ControlPlane;
 pub use client::{Batch, Buffer, EmbeddedNode, Operation, Options, Pool, PoolStats, Transfer};
+pub use edge::DefaultNic;
 pub use error::Error;
 pub use info::{Scheme, SchemeInfo};
 pub use multi::{MultiPool, NodeIndex, PlacedGrant, Placement};

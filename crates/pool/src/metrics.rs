@@ -6,6 +6,7 @@
 use metrics::{Declared, Metric, Samples, Unit, counter, declare, gauge};
 
 use crate::budget::BudgetStatus;
+use crate::edge::NIC_METRICS;
 use crate::protocol::{Status, Trouble};
 use crate::scheme::NodeStatus;
 
@@ -88,7 +89,7 @@ impl Status {
             budget.sample(&mut samples);
         }
         self.trouble.sample(&mut samples);
-        for declared in rnic::metrics::METRICS {
+        for declared in NIC_METRICS {
             samples.add_numbers(declared, &self.nic_counters);
         }
         samples
@@ -98,5 +99,5 @@ impl Status {
 /// The declarations of all metrics of a memory node.
 pub fn declared() -> impl Iterator<Item = &'static Metric> {
     let own = [Status::METRICS, NodeStatus::METRICS, BudgetStatus::METRICS, Trouble::METRICS];
-    own.into_iter().chain(rnic::metrics::METRICS).flatten()
+    own.into_iter().chain(NIC_METRICS).flatten()
 }

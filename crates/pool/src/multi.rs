@@ -17,12 +17,11 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering}
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
-use rnic::nic::SoftNic;
 use verbs::executor::block_on;
 use verbs::{Nic, Status};
 
 use crate::scheme::Grant;
-use crate::{Address, Error, Options, Pool};
+use crate::{DefaultNic, Error, Pool};
 
 /// Maximum age of the cached amount of free memory.
 const FRESH: Duration = Duration::from_millis(500);
@@ -71,7 +70,7 @@ pub struct PlacedGrant {
 /// pool.free_blocking(second)?;
 /// # Ok::<(), pool::Error>(())
 /// ```
-pub struct MultiPool<N: Nic = SoftNic> {
+pub struct MultiPool<N: Nic = DefaultNic> {
     nodes: Vec<Node<N>>,
     placement: Placement,
     next: AtomicUsize,
@@ -91,41 +90,6 @@ struct Node<N: Nic> {
     /// held during a query.
     queried_at: AtomicU64,
     query_lock: Mutex<()>,
-}
-
-impl MultiPool<SoftNic> {
-    /// Connects to the memory nodes at `addresses`.
-    ///
-    /// # Errors
-    /// The error of the first memory node to which the connection fails.
-    pub fn connect(
-        addresses: &[Address],
-        options: Options,
-        placement: Placement,
-    ) -> Result<Self, Error> {
-        let pools =
-            addresses.iter().map(|a| a.connect(options.clone())).collect::<Result<Vec<_>, _>>()?;
-        Self::over(pools, placement)
-    }
-
-    /// Reconnects to memory nodes that are gone and run again. Returns the number of reconnected
-    /// memory nodes. Their earlier grants stay lost.
-    pub fn rejoin(&self) -> usize {
-        let gone = self.nodes.iter().filter(|node| node.gone.load(Ordering::Acquire));
-        gone.filter(|node| {
-            let before = node.pool.read().clone();
-            let Ok(pool) = before.reconnect() else { return false };
-            if pool.chunk_bytes() != self.chunk_bytes {
-                return false; // a memory node with other settings
-            }
-            *node.pool.write() = pool;
-            node.queried_at.store(0, Ordering::Relaxed);
-            node.silent.store(0, Ordering::Relaxed);
-            node.gone.store(false, Ordering::Release);
-            true
-        })
-        .count()
-    }
 }
 
 impl<N: Nic> MultiPool<N> {
@@ -166,6 +130,25 @@ impl<N: Nic> MultiPool<N> {
             chunk_bytes,
             started: Instant::now(),
         })
+    }
+
+    /// Reconnects to memory nodes that are gone and run again. Returns the number of reconnected
+    /// memory nodes. Their earlier grants stay lost.
+    pub fn rejoin(&self) -> usize {
+        let gone = self.nodes.iter().filter(|node| node.gone.load(Ordering::Acquire));
+        gone.filter(|node| {
+            let before = node.pool.read().clone();
+            let Ok(pool) = before.reconnect() else { return false };
+            if pool.chunk_bytes() != self.chunk_bytes {
+                return false; // a memory node with other settings
+            }
+            *node.pool.write() = pool;
+            node.queried_at.store(0, Ordering::Relaxed);
+            node.silent.store(0, Ordering::Relaxed);
+            node.gone.store(false, Ordering::Release);
+            true
+        })
+        .count()
     }
 
     /// Number of memory nodes, including those that are gone.
@@ -482,7 +465,7 @@ mod tests {
 
     #[test]
     fn multi_pool_refuses_no_nodes_and_unequal_chunks() {
-        assert!(MultiPool::<SoftNic>::over(Vec::new(), Placement::RoundRobin).is_err());
+        assert!(MultiPool::<DefaultNic>::over(Vec::new(), Placement::RoundRobin).is_err());
         let pool = |chunk_bytes| {
             let donate_bytes = 4 * chunk_bytes;
             Pool::embedded(Settings { donate_bytes, chunk_bytes, ..Settings::default() }).unwrap()

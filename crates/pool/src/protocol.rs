@@ -38,7 +38,7 @@ use crate::settings::Settings;
 /// Version of this protocol and of the layouts that compute nodes access directly in a memory node.
 pub const VERSION: u32 = 3;
 /// Maximum size of a message in bytes.
-pub const MAX_BYTES: usize = rnic::port::shm::protocol::MESSAGE_MAX;
+pub const MAX_BYTES: usize = crate::socket::MESSAGE_MAX;
 
 /// The first message on a connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -90,11 +90,14 @@ impl<N: Nic> NodeRegistry<N> {
     /// Creates the memory node of the scheme that `settings` select.
     pub fn node(&self, nic: &N, settings: &Settings) -> Result<Box<dyn NodeScheme>, Error> {
         let name = settings.scheme.name;
-        let (_, family) = self.find(name).ok_or_else(|| Error::Setting {
-            setting: "scheme",
-            value: name.into(),
-            why: "this memory node does not have it".into(),
-        })?;
+        let Some((_, family)) = self.find(name) else {
+            settings.scheme.check_caps(&nic.caps())?;
+            return Err(Error::Setting {
+                setting: "scheme",
+                value: name.into(),
+                why: "this memory node does not have it".into(),
+            });
+        };
         family.check(settings)?;
         family.node(nic, settings)
     }

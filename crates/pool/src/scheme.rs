@@ -13,9 +13,8 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rnic::port::shm::Secret;
 use serde::{Deserialize, Serialize};
-use verbs::{Key, PeerAddress, Qpn};
+use verbs::{Key, PeerAddress, Qpn, SessionSecret};
 
 use crate::Error;
 use crate::budget::BudgetStatus;
@@ -70,7 +69,7 @@ pub struct ConnectRequest {
     /// Secret of the NIC session that owns these QPs. Only from a compute node on the memory node's
     /// host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub session: Option<Secret>,
+    pub session: Option<SessionSecret>,
     /// Port and MTU of the compute node's NIC. Only from another host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roce: Option<RoceEnd>,

@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use rnic::limits::Limits;
 use serde::Serialize;
 
 use crate::blocks::Shape;
@@ -138,12 +137,6 @@ impl Settings {
         let kept =
             if gives_back { self.keep_resident_bytes.min(total) / chunk * chunk } else { total };
         kept as usize
-    }
-
-    /// Limits of a NIC for a memory node with these settings.
-    pub fn nic_limits(&self) -> Limits {
-        let usual = Limits::default();
-        Limits { windows: self.nic_windows.unwrap_or(usual.windows), ..usual }
     }
 
     /// Maximum number of QPs of a compute node: its access QPs for `functions` functions of the

@@ -1,4 +1,4 @@
-//! The control socket: listening and connecting. [`rnic::port::shm::socket`] transfers the packets.
+//! The control socket: listening, connecting, and the packets of this socket.
 
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -8,6 +8,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+pub use rnic::port::shm::Peer;
+pub use rnic::port::shm::peer::user;
+pub use rnic::port::shm::protocol::MESSAGE_MAX;
+pub use rnic::port::shm::socket::{Packet, PeerSocket, close_deferred, receive, send};
 
 use crate::Error;
 

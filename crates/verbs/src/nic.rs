@@ -7,6 +7,7 @@
 //! Addresses in work requests are I/O virtual addresses: the address that a registered byte has in
 //! the process that registered it.
 
+use std::os::fd::RawFd;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -61,6 +62,12 @@ pub trait Nic: Clone + Send + Sync + 'static {
 
     /// Like [`Nic::take_events`], but sleeps up to `timeout` until an event is pending.
     fn wait_events(&self, timeout: Duration) -> Result<Events, Error>;
+
+    /// Descriptors that must stay open for as long as the function is used, for a process that
+    /// moves or closes descriptors.
+    fn descriptors(&self) -> Vec<RawFd> {
+        Vec::new()
+    }
 
     /// Allocates zeroed memory that this NIC can register: `bytes`, rounded up to pages. If the NIC
     /// runs in another process, the memory is shared with that process.

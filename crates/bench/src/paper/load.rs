@@ -59,7 +59,7 @@ pub struct Load {
     /// True: the threads of a compute node share one connection, each with a QP group of its own.
     /// False: each thread has a connection of its own, and so its own management QPs.
     pub shared: bool,
-    /// See [`Settings::separation`].
+    /// See [`pool::onesidedmw::Options::separation`].
     pub separation: bool,
     /// See [`pool::finemem::Options::contention_control`].
     pub contention_control: bool,

@@ -6,9 +6,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
-use rnic::nic::SoftNic;
-use rnic::port::shm::Secret;
-use verbs::{PeerAddress, Qpn};
+use verbs::{PeerAddress, Qpn, SessionSecret};
 
 use crate::Error;
 use crate::protocol::{self, NodeHello, Numbered, Opening, Reply, Request, Status, VERSION};
@@ -95,7 +93,7 @@ pub struct SocketControl {
     /// Path to the memory node's NIC, if it is on another host and this process has a NIC.
     remote_nic: Option<RemoteNic>,
     /// Secret of the NIC session that owns the QPs, if the memory node is on this host.
-    session: Option<Secret>,
+    session: Option<SessionSecret>,
     /// Initial state of the QPs that were listed in the admission.
     start: OnceLock<Start>,
     state: Mutex<State>,
@@ -131,9 +129,9 @@ impl SocketControl {
         Ok(Self::new(link, welcome, None))
     }
 
-    /// The same connection for a compute node whose QPs belong to `nic`.
-    pub fn with_nic(self, nic: &SoftNic) -> Self {
-        Self { session: nic.secret(), ..self }
+    /// The same connection for a compute node whose QPs belong to the NIC session with this secret.
+    pub fn with_session(self, session: Option<SessionSecret>) -> Self {
+        Self { session, ..self }
     }
 
     /// Connects to a memory node on another host. `here` returns the port and MTU of this process's

@@ -4,41 +4,34 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
-use rnic::nic::SoftNic;
-use verbs::PeerAddress;
+use verbs::{Nic, PeerAddress};
 
 use super::control::ControlPlane;
 use crate::node::{MemoryNode, NodeThreads};
 use crate::protocol::{NodeHello, Status};
 use crate::registry::{ClientRegistry, NodeRegistry};
 use crate::scheme::{ClientId, ConnectReply, ConnectRequest, GroupId, Lane};
-use crate::{Error, Settings, schemes};
+use crate::{DefaultNic, Error, Settings};
 
-/// A memory node in this process. Its NIC runs on the callers' threads: no socket and no NIC
-/// thread.
-pub struct EmbeddedNode {
-    nic: SoftNic,
-    clients: ClientRegistry<SoftNic>,
+/// A memory node in this process.
+pub struct EmbeddedNode<N: Nic = DefaultNic> {
+    nic: N,
+    clients: ClientRegistry<N>,
     node: MemoryNode,
     node_threads: NodeThreads,
     /// Number of polls that did work; a change wakes threads that wait for memory.
     polls: Arc<(Mutex<u64>, Condvar)>,
 }
 
-impl EmbeddedNode {
-    /// Starts the memory node.
-    pub fn start(settings: &Settings) -> Result<Self, Error> {
-        Self::start_with(settings, &schemes::nodes(), schemes::clients())
-    }
-
-    /// Starts the memory node with one of the schemes in `nodes`. Its compute nodes have the
-    /// schemes in `clients`.
-    pub fn start_with(
+impl<N: Nic> EmbeddedNode<N> {
+    /// Starts the memory node on `nic`, which its compute nodes share, with one of the schemes in
+    /// `nodes`. The compute nodes have the schemes in `clients`.
+    pub fn start_on(
+        nic: N,
         settings: &Settings,
-        nodes: &NodeRegistry<SoftNic>,
-        clients: ClientRegistry<SoftNic>,
+        nodes: &NodeRegistry<N>,
+        clients: ClientRegistry<N>,
     ) -> Result<Self, Error> {
-        let nic = SoftNic::inline_with(settings.nic_limits());
         let node = MemoryNode::new(nodes.node(&nic, settings)?, settings.clone());
         let polls = Arc::new((Mutex::new(0), Condvar::new()));
         let turned = polls.clone();
@@ -51,12 +44,12 @@ impl EmbeddedNode {
     }
 
     /// The memory node's NIC.
-    pub fn nic(&self) -> &SoftNic {
+    pub fn nic(&self) -> &N {
         &self.nic
     }
 
     /// The schemes of the compute nodes.
-    pub(super) fn clients(&self) -> &ClientRegistry<SoftNic> {
+    pub(super) fn clients(&self) -> &ClientRegistry<N> {
         &self.clients
     }
 
@@ -72,15 +65,15 @@ impl EmbeddedNode {
 }
 
 /// Control plane of a compute node of an [`EmbeddedNode`] memory node.
-pub struct LocalControl {
-    embedded: Arc<EmbeddedNode>,
+pub struct LocalControl<N: Nic> {
+    embedded: Arc<EmbeddedNode<N>>,
     welcome: NodeHello,
     client: Mutex<Option<ClientId>>,
 }
 
-impl LocalControl {
+impl<N: Nic> LocalControl<N> {
     /// A compute node of `embedded` that is not admitted yet.
-    pub fn new(embedded: Arc<EmbeddedNode>) -> Self {
+    pub fn new(embedded: Arc<EmbeddedNode<N>>) -> Self {
         let welcome = embedded.node.welcome();
         Self { embedded, welcome, client: Mutex::new(None) }
     }
@@ -93,7 +86,7 @@ impl LocalControl {
     }
 }
 
-impl ControlPlane for LocalControl {
+impl<N: Nic> ControlPlane for LocalControl<N> {
     fn welcome(&self) -> &NodeHello {
         &self.welcome
     }
@@ -139,7 +132,7 @@ impl ControlPlane for LocalControl {
             uptime_ms: node.uptime().as_millis() as u64,
             control_cpu_ns: node_threads.cpu_time().as_nanos() as u64,
             control_wakeups: node_threads.wakeups(),
-            nic: "inline".into(),
+            nic: self.embedded.nic.caps().name.into(),
             ..Status::of(node.settings(), node.status()?)
         })
     }

@@ -1,7 +1,6 @@
 //! State that the clones of a pool share: QPs and scheme, and the recovery of failed QPs.
 
 use std::any::Any;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -11,13 +10,13 @@ use verbs::{MemoryRegion, Nic, QpChange, Qpn, QueuePair};
 use super::Options;
 use super::access_qp::{AccessQp, AccessQpIndex, Group, Posted, Work};
 use super::buffer::Bounce;
+use super::connect::Reconnect;
 use super::control::ControlPlane;
-use super::embedded::EmbeddedNode;
 use super::operation::{HeldMemory, TRIES};
 use crate::protocol::NodeHello;
 use crate::remote::route::sibling_peer;
 use crate::scheme::{ClientScheme, ConnectReply, ConnectionEpoch, Grant, GroupId};
-use crate::{Error, Remote, Scheme};
+use crate::{Error, Scheme};
 
 /// State that all clones of a [`Pool`](super::Pool) share.
 pub(super) struct Inner<N: Nic> {
@@ -37,7 +36,8 @@ pub(super) struct Inner<N: Nic> {
     /// Identity of this connection, stored in its grants.
     pub(super) connection: ConnectionEpoch,
     pub(super) options: Options,
-    pub(super) origin: Origin,
+    /// `None` if the caller has supplied the NIC.
+    pub(super) reconnect: Option<Reconnect<N>>,
     /// Requests go over access QPs, which are re-established together with the management QPs.
     pub(super) shared: bool,
     pub(super) max_inline: usize,
@@ -52,15 +52,6 @@ pub(super) struct Inner<N: Nic> {
     pub(super) frees: AtomicU64,
     pub(super) empty: AtomicU64,
     pub(super) control: Box<dyn ControlPlane>,
-}
-
-/// Origin of a connection, for reconnecting.
-pub(super) enum Origin {
-    Socket(PathBuf),
-    Remote(Remote),
-    Embedded(Arc<EmbeddedNode>),
-    /// Created by the caller of [`Pool::over`].
-    Given,
 }
 
 /// Maximum number of attempts to find the result of a failed request.

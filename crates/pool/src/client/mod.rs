@@ -11,23 +11,20 @@ mod access;
 mod access_qp;
 mod batch;
 mod buffer;
+mod connect;
 pub mod control;
 mod detached;
 mod embedded;
 mod inner;
 mod operation;
 
-use std::io::ErrorKind;
-use std::net::UdpSocket;
-use std::path::Path as FilePath;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use rnic::nic::SoftNic;
 use verbs::executor::block_on;
-use verbs::{Access, Error as VerbsError, MemoryRegion, Nic};
+use verbs::{Access, MemoryRegion, Nic};
 
 pub use batch::{Batch, Transfer};
 pub use buffer::Buffer;
@@ -36,18 +33,18 @@ pub use operation::Operation;
 
 use self::access_qp::Group;
 use self::buffer::Bounce;
-use self::control::{ControlPlane, SocketControl, until_admitted};
+use self::connect::Reconnect;
+use self::control::ControlPlane;
 use self::detached::Detached;
 use self::embedded::LocalControl;
-use self::inner::{Inner, Origin};
+use self::inner::Inner;
 use crate::protocol::{NodeHello, Status};
 use crate::registry::{ClientParts, ClientRegistry};
-use crate::remote::RoceEnd;
 use crate::scheme::{
     CasStats, ConnectRequest, ConnectionEpoch, Grant, GroupId, QPS_MAX, WhenIdle, bulletin,
 };
 use crate::wakeup::cores;
-use crate::{Error, Remote, Scheme, Settings, schemes};
+use crate::{DefaultNic, Error, Scheme, schemes};
 
 /// Options of a compute node's connection.
 ///
@@ -91,7 +88,7 @@ impl Default for Options {
 /// assert_eq!(pool.stats().frees, 1);
 /// # Ok::<(), pool::Error>(())
 /// ```
-pub struct Pool<N: Nic = SoftNic> {
+pub struct Pool<N: Nic = DefaultNic> {
     inner: Arc<Inner<N>>,
 }
 
@@ -127,89 +124,6 @@ pub struct PoolStats {
     pub bytes_written: u64,
 }
 
-impl Pool<SoftNic> {
-    /// Starts a memory node inside this process and connects one compute node to it, without a
-    /// socket or another process.
-    pub fn embedded(settings: Settings) -> Result<Self, Error> {
-        Self::embedded_in(&Arc::new(EmbeddedNode::start(&settings)?), Options::default())
-    }
-
-    /// Connects another compute node to a memory node inside this process.
-    pub fn embedded_in(embedded: &Arc<EmbeddedNode>, options: Options) -> Result<Self, Error> {
-        let control = Box::new(LocalControl::new(embedded.clone()));
-        let origin = Origin::Embedded(embedded.clone());
-        Self::from(embedded.nic().clone(), control, options, (origin, embedded.clients()))
-    }
-
-    /// Connects to the memory node that serves the socket at `path`.
-    pub fn connect(path: impl AsRef<FilePath>, options: Options) -> Result<Self, Error> {
-        let path = path.as_ref();
-        until_admitted(|| {
-            let control = SocketControl::connect(path)?;
-            check_place(control.welcome())?;
-            let nic = attach(path)?;
-            let control = Box::new(control.with_nic(&nic));
-            let origin = Origin::Socket(path.to_path_buf());
-            Self::from(nic, control, options.clone(), (origin, &schemes::clients()))
-        })
-    }
-
-    /// Connects to a memory node on another host, over RoCEv2: with the NIC of this host that `to`
-    /// names, or with a NIC of this process, which runs on a thread of it.
-    pub fn connect_remote(to: &Remote, options: Options) -> Result<Self, Error> {
-        until_admitted(|| Self::connect_remote_once(to, options.clone()))
-    }
-
-    fn connect_remote_once(to: &Remote, options: Options) -> Result<Self, Error> {
-        let token = to.token()?;
-        let mut nic = None;
-        let control = SocketControl::connect_remote(&to.to, token.as_ref(), |link, welcome| {
-            check_place(welcome)?;
-            let attempt = || format!("opening a NIC for {}", to.to);
-            let system = |source| Error::System { attempt: attempt(), source };
-            let (opened, port) = match &to.nic {
-                Some(local) => (SoftNic::attach(&local.socket)?, local.port),
-                None => {
-                    let local = link.as_remote().map(|link| link.local);
-                    let local = local.ok_or_else(|| system(ErrorKind::NotConnected.into()))?;
-                    let socket = UdpSocket::bind((local, 0)).map_err(system)?;
-                    let port = socket.local_addr().map_err(system)?.port();
-                    (SoftNic::over(socket)?, port)
-                }
-            };
-            nic = Some(opened);
-            RoceEnd::of(link, port).map(Some).map_err(|e| system(e.into()))
-        })?;
-        let nic = nic.expect("opened while it connected");
-        Self::from(
-            nic,
-            Box::new(control),
-            options,
-            (Origin::Remote(to.clone()), &schemes::clients()),
-        )
-    }
-
-    /// Connects again to the memory node of this pool, with the same options. For use after
-    /// [`Error::Gone`], when the memory node was restarted; an error while it is not running.
-    ///
-    /// Grants of this pool belong to the old connection. The new pool refuses them with
-    /// [`Error::Stale`], even if their keys happen to match. This pool and its clones remain
-    /// unusable; drop them.
-    pub fn reconnect(&self) -> Result<Self, Error> {
-        let options = self.inner.options.clone();
-        match &self.inner.origin {
-            Origin::Socket(path) => Self::connect(path, options),
-            Origin::Remote(to) => Self::connect_remote(to, options),
-            Origin::Embedded(embedded) => Self::embedded_in(embedded, options),
-            Origin::Given => Err(Error::Setting {
-                setting: "reconnect",
-                value: "a pool over a NIC that the caller supplied".into(),
-                why: "the caller must open a new NIC and call Pool::over again".into(),
-            }),
-        }
-    }
-}
-
 impl<N: Nic> Pool<N> {
     /// Connects over `nic` to the memory node that `control` is connected to.
     pub fn over(nic: N, control: Box<dyn ControlPlane>, options: Options) -> Result<Self, Error> {
@@ -223,14 +137,41 @@ impl<N: Nic> Pool<N> {
         options: Options,
         clients: &ClientRegistry<N>,
     ) -> Result<Self, Error> {
-        Self::from(nic, control, options, (Origin::Given, clients))
+        Self::from(nic, control, options, None, clients)
+    }
+
+    /// Connects another compute node to a memory node inside this process.
+    pub fn embedded_in(embedded: &Arc<EmbeddedNode<N>>, options: Options) -> Result<Self, Error> {
+        let control = Box::new(LocalControl::new(embedded.clone()));
+        let node = embedded.clone();
+        let again: Reconnect<N> = Arc::new(move |options| Self::embedded_in(&node, options));
+        let nic = embedded.nic().clone();
+        Self::from(nic, control, options, Some(again), embedded.clients())
+    }
+
+    /// Connects again to the memory node of this pool, with the same options. For use after
+    /// [`Error::Gone`], when the memory node was restarted; an error while it is not running.
+    ///
+    /// Grants of this pool belong to the old connection. The new pool refuses them with
+    /// [`Error::Stale`], even if their keys happen to match. This pool and its clones remain
+    /// unusable; drop them.
+    pub fn reconnect(&self) -> Result<Self, Error> {
+        match &self.inner.reconnect {
+            Some(again) => again(self.inner.options.clone()),
+            None => Err(Error::Setting {
+                setting: "reconnect",
+                value: "a pool over a NIC that the caller supplied".into(),
+                why: "the caller must open a new NIC and call Pool::over again".into(),
+            }),
+        }
     }
 
     fn from(
         nic: N,
         control: Box<dyn ControlPlane>,
         options: Options,
-        (origin, clients): (Origin, &ClientRegistry<N>),
+        reconnect: Option<Reconnect<N>>,
+        clients: &ClientRegistry<N>,
     ) -> Result<Self, Error> {
         let welcome = control.welcome().clone();
         let groups = checked_groups(&options, &welcome)?;
@@ -279,7 +220,7 @@ impl<N: Nic> Pool<N> {
             terms,
             welcome,
             options,
-            origin,
+            reconnect,
             repair: Mutex::default(),
             probe: Mutex::default(),
             abandoned: Mutex::new(Vec::new()),
@@ -331,10 +272,12 @@ impl<N: Nic> Pool<N> {
         &self.inner.nic
     }
 
-    /// File descriptors of the control connection, for a thread with a descriptor table of its own.
-    /// (The NIC's function reports its own descriptors.)
-    pub fn control_descriptors(&self) -> Vec<i32> {
-        self.inner.control.descriptors()
+    /// File descriptors of the control connection and of the NIC, for a thread with a descriptor
+    /// table of its own.
+    pub fn descriptors(&self) -> Vec<i32> {
+        let mut all = self.inner.control.descriptors();
+        all.extend(self.inner.nic.descriptors());
+        all
     }
 
     /// The group of the core on which the calling thread runs now.
@@ -479,29 +422,6 @@ impl<N: Nic> Pool<N> {
     pub fn control(&self) -> &dyn ControlPlane {
         &*self.inner.control
     }
-}
-
-/// Checks for a free client slot before QPs are created. The admission checks again.
-fn check_place(welcome: &NodeHello) -> Result<(), Error> {
-    match &welcome.full {
-        None => Ok(()),
-        Some(why) => {
-            Err(Error::Full { attempt: "connecting to the memory node".into(), why: why.clone() })
-        }
-    }
-}
-
-/// Attaches to the NIC of the memory node at `path`, over a second connection. If the memory node
-/// closes that one, it has reached its limit of connections.
-fn attach(path: &FilePath) -> Result<SoftNic, Error> {
-    let is_closed = |e: &ErrorKind| matches!(e, ErrorKind::BrokenPipe | ErrorKind::ConnectionReset);
-    SoftNic::attach(path).map_err(|error| match error {
-        VerbsError::Gone { why, .. } => Error::NotAdmitted { why },
-        VerbsError::System { attempt, source } if is_closed(&source.kind()) => {
-            Error::NotAdmitted { why: format!("{attempt}: {source}") }
-        }
-        error => error.into(),
-    })
 }
 
 /// Number of lanes, and of functions of the memory node's NIC that contain windows.

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use crate::Error;
 
 /// Default port of a memory node, for TCP and UDP: the port of RoCEv2.
-pub const PORT: u16 = rnic::wire::UDP_PORT;
+pub const PORT: u16 = super::route::UDP_PORT;
 
 /// Host and port of a memory node. `HOST` is a name, an IPv4 address, or an IPv6 address in
 /// brackets.

@@ -9,7 +9,6 @@ use std::path::Path;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use rnic::port::shm::socket as packets;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
@@ -75,7 +74,7 @@ impl Link {
     /// Sends a message.
     pub fn send(&self, message: &[u8]) -> Result<(), Errno> {
         match self {
-            Link::Local(fd) => packets::send(fd, message, &[]),
+            Link::Local(fd) => socket::send(fd, message, &[]),
             Link::Remote(link) => link.send(message),
         }
     }
@@ -84,7 +83,7 @@ impl Link {
     /// message can arrive.
     pub fn receive(&self) -> Result<Option<Vec<u8>>, String> {
         match self {
-            Link::Local(fd) => match packets::receive(fd) {
+            Link::Local(fd) => match socket::receive(fd) {
                 Ok(None) => Err(CLOSED.into()),
                 Ok(Some(packet)) => Ok(Some(packet.bytes)),
                 Err(e) => Err(format!("reading the memory node's answer: {e}")),

@@ -3,9 +3,12 @@
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
 
+use rnic::wire::fitting_mtu;
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use verbs::{PairSecret, PathMtu, PeerAddress, Psn, Qpn, RemotePeer};
+
+pub use rnic::wire::UDP_PORT;
 
 /// UDP port and MTU of the NIC at one end of a control connection. Its IP address is that of the
 /// connection, so that neither end can direct packets to a third party.
@@ -25,7 +28,7 @@ impl RoceEnd {
             Ok(bytes) => bytes,
             Err(_) => rustix::net::sockopt::ipv6_mtu(&stream)?,
         };
-        let mtu = rnic::wire::fitting_mtu(bytes).ok_or(Errno::MSGSIZE)?;
+        let mtu = fitting_mtu(bytes).ok_or(Errno::MSGSIZE)?;
         Ok(Self { port, mtu })
     }
 }

@@ -13,9 +13,9 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use rnic::bucket::TokenBucket;
-use rnic::port::shm::Peer;
 
 use crate::protocol::Request;
+use crate::socket::Peer;
 
 /// Cost of setting up a QP: its memory, queues and state changes.
 const EACH_QP: u32 = 8;

@@ -5,20 +5,20 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
-use rnic::port::shm::socket::{self, Packet, PeerSocket};
-use rnic::port::shm::{Peer, Session, peer};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 
 use super::client_limits::PeerIdentity;
 use super::connection_limits::{Holder, User};
 use crate::Error;
+use crate::nic::NicSession;
 use crate::protocol::{self, Numbered, Reply};
 use crate::remote::ConnectionSecret;
 use crate::remote::frames::{Inbox, Read, frame};
 use crate::remote::route::RoceEnd;
 use crate::remote::token::Nonces;
 use crate::scheme::ClientId;
+use crate::socket::{self, Packet, Peer, PeerSocket};
 
 /// Number of a connection, unique while the service runs.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -74,7 +74,7 @@ pub enum Role {
     /// From another host: the greeting was received, the opening was not.
     Greeted(Nonces),
     /// A process that is attached to the NIC.
-    Nic(Box<Session>),
+    Nic(Box<dyn NicSession>),
     /// A compute node's control connection.
     Pool(PoolSession),
 }
@@ -169,7 +169,7 @@ impl Connection {
     /// The process and user, or the host, to which client slots of this connection are attributed.
     pub fn holder(&self) -> Holder {
         let user = match &self.socket {
-            Socket::Local(fd) => User::Local(peer::user(fd)),
+            Socket::Local(fd) => User::Local(socket::user(fd)),
             Socket::Remote { ends, .. } => User::Host(ends.remote),
         };
         Holder { identity: self.identity, user }

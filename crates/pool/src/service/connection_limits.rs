@@ -187,9 +187,8 @@ impl ClientSlots {
 
 #[cfg(test)]
 mod tests {
-    use rnic::port::shm::Peer;
-
     use super::*;
+    use crate::socket::Peer;
 
     fn process(pid: i32) -> PeerIdentity {
         PeerIdentity::Process(Peer::Process(pid))

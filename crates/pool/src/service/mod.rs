@@ -30,7 +30,7 @@ mod refusals;
 #[cfg(test)]
 mod tests;
 
-use std::net::SocketAddr;
+use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -38,20 +38,20 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use metrics::Samples;
 use parking_lot::Mutex;
-use rnic::nic::SoftNic;
-use rnic::port::shm::Host;
 use rustix::event::EventfdFlags;
+use verbs::Nic;
 
 use self::control::{ControlSockets, Epoll};
 pub use self::nic::NicService;
 use crate::cpu::ThreadClock;
+use crate::nic::NicHost;
 use crate::node::{MemoryNode, NodeThreads, PauseGate};
-use crate::protocol::{Dropped, Status, Trouble};
+use crate::protocol::{Status, Trouble};
+use crate::registry::NodeRegistry;
 use crate::remote::{Listen, RemoteListener};
 use crate::socket::{Endpoint, Listener};
-use crate::{Error, Settings, schemes};
+use crate::{Error, Settings};
 
 /// A running memory node; dropping it stops it.
 pub struct Service {
@@ -71,7 +71,7 @@ pub(crate) struct Shared {
     failure: Mutex<Option<String>>,
     /// Errors that did not stop the memory node.
     trouble: Mutex<Trouble>,
-    host: Host,
+    host: Arc<dyn NicHost>,
     node: MemoryNode,
     node_threads: NodeThreads,
     /// See [`Epoll::fail`].
@@ -96,28 +96,26 @@ impl Wake {
 }
 
 impl Service {
-    /// Starts a memory node that listens at `endpoint` for processes of this host.
-    pub fn start(settings: &Settings, endpoint: &Endpoint) -> Result<Self, Error> {
-        Self::start_with(settings, endpoint, None)
-    }
-
-    /// Starts a memory node that listens at `endpoint`, and at `listen` for other hosts.
-    pub fn start_with(
+    /// Starts a memory node that listens at `endpoint` for processes of this host, and at `listen`
+    /// for other hosts.
+    ///
+    /// `open` opens its NIC, which uses the UDP socket if there is one. It has
+    /// the schemes in `nodes`.
+    pub fn start_on<N: Nic>(
         settings: &Settings,
         endpoint: &Endpoint,
         listen: Option<&Listen>,
+        open: impl FnOnce(Option<UdpSocket>) -> Result<(N, Arc<dyn NicHost>), Error>,
+        nodes: &NodeRegistry<N>,
     ) -> Result<Self, Error> {
         settings.validate()?;
         let listener = Listener::bind(endpoint)?;
         let path = listener.path().to_path_buf();
         let (remote, wire) = listen.map(RemoteListener::bind).transpose()?.unzip();
         let address = remote.as_ref().map(RemoteListener::address);
-        let (nic, host) = match wire {
-            None => SoftNic::host_with(settings.nic_limits())?,
-            Some(wire) => SoftNic::host_over_with(wire, settings.nic_limits())?,
-        };
+        let (nic, host) = open(wire)?;
         let settings = Settings { paced: true, ..settings.clone() };
-        let node = MemoryNode::new(schemes::nodes().node(&nic, &settings)?, settings);
+        let node = MemoryNode::new(nodes.node(&nic, &settings)?, settings);
         let budget = node.status()?.budget.unwrap_or_default();
         tracing::info!(
             socket = %path.display(),
@@ -257,37 +255,24 @@ impl Drop for Service {
 
 impl Shared {
     fn status(&self) -> Result<Status, Error> {
-        let nic = self.host.stats().map_err(nic_gone)?;
+        let nic = self.host.report()?;
         let control = self.clock.read() + self.node_threads.cpu_time();
         let wakeups = self.wakeups.load(Ordering::Relaxed) + self.node_threads.wakeups();
         let (unretired, why) = self.node.unretired();
         let trouble = self.trouble.lock().clone();
         let trouble = Trouble { unretired, last: why.or(trouble.last.clone()), ..trouble };
-        let mut samples = Samples::default();
-        rnic::metrics::sample(&nic, &mut samples);
         Ok(Status {
             trouble,
-            nic_counters: samples.numbers(),
+            nic_counters: nic.counters,
             uptime_ms: self.node.uptime().as_millis() as u64,
             control_cpu_ns: control.as_nanos() as u64,
             control_wakeups: wakeups,
             nic_cpu_ns: nic.cpu.as_nanos() as u64,
             nic_wakeups: nic.sleeps,
-            nic_wqes: nic.engine.wqes_total(),
-            nic: if self.host.has_roce() { "shm and roce" } else { "shm" }.into(),
-            dropped: Dropped {
-                unknown_qp: nic.wire.unknown_qp,
-                strangers: nic.wire.strangers,
-                forged: nic.wire.forged,
-                outdated: nic.wire.outdated,
-                guessed: nic.wire.shut_out,
-                spoilt: nic.wire.bad_icrc + nic.wire.malformed.iter().sum::<u64>(),
-            },
+            nic_wqes: nic.wqes,
+            nic: self.host.name().into(),
+            dropped: nic.dropped,
             ..Status::of(self.node.settings(), self.node.status()?)
         })
     }
-}
-
-fn nic_gone(e: rnic::port::Error) -> Error {
-    Error::Gone { attempt: "querying the NIC's state".into(), why: e.to_string() }
 }

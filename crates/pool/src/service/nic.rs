@@ -11,23 +11,20 @@
 //! because a program that exits takes its threads along while the process that serves its
 //! children's pages continues.
 
-use std::net::UdpSocket;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use rnic::nic::SoftNic;
-use rnic::port::shm::socket::{self, PeerSocket};
-use rnic::port::shm::{Host, Peer, Session, SessionLimits};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
 use super::client_limits::PeerIdentity;
 use crate::Error;
+use crate::nic::{NicHost, SessionNeeds};
 use crate::protocol::{self, Opening};
-use crate::socket::{Endpoint, Listener};
+use crate::socket::{self, Endpoint, Listener, Peer, PeerSocket};
 
 /// Maximum number of QPs per process with a peer on another host: an access QP per lane and core,
 /// and management QPs.
@@ -43,20 +40,8 @@ pub struct NicService {
 }
 
 impl NicService {
-    /// Starts a NIC that sends and receives packets at the local address of `wire`.
-    pub fn start(wire: UdpSocket) -> Result<Self, Error> {
-        let (_, host) = SoftNic::host_over(wire)?;
-        Self::serve(host)
-    }
-
-    /// Starts a NIC that this process uses ([`SoftNic::host_own`]) and other processes can attach
-    /// to.
-    pub fn start_own() -> Result<(SoftNic, Self), Error> {
-        let (nic, host) = SoftNic::host_own()?;
-        Ok((nic, Self::serve(host)?))
-    }
-
-    fn serve(host: Host) -> Result<Self, Error> {
+    /// Lets other processes attach to a NIC of this process.
+    pub fn serve(host: Arc<dyn NicHost>) -> Result<Self, Error> {
         let listener = Listener::bind(&Endpoint::Fresh)?;
         let path = listener.path().to_path_buf();
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|e| {
@@ -92,7 +77,7 @@ impl Drop for NicService {
 }
 
 /// Accepts processes until `stop` is readable.
-fn accept(host: &Host, listener: &Listener, stop: &OwnedFd) {
+fn accept(host: &Arc<dyn NicHost>, listener: &Listener, stop: &OwnedFd) {
     let mut is_full = false;
     loop {
         let was_full = is_full;
@@ -117,7 +102,7 @@ fn accept(host: &Host, listener: &Listener, stop: &OwnedFd) {
                 let (host, peer) = (host.clone(), PeerSocket::from(fd));
                 let named = thread::Builder::new().name("granary-session".into());
                 // If no thread can be started, the connection is closed, which its process detects.
-                named.spawn(move || serve_session(&host, peer)).is_err()
+                named.spawn(move || serve_session(&*host, peer)).is_err()
             }
             // No descriptor or memory is available: connections stay in the backlog.
             Err(_) => true,
@@ -129,7 +114,7 @@ fn accept(host: &Host, listener: &Listener, stop: &OwnedFd) {
 }
 
 /// Serves one attached process until its connection ends.
-fn serve_session(host: &Host, peer: PeerSocket) {
+fn serve_session(host: &dyn NicHost, peer: PeerSocket) {
     let process = PeerIdentity::Process(Peer::of(&peer));
     tracing::debug!(peer = %process, "connection accepted");
     let why = run_session(host, peer);
@@ -137,9 +122,8 @@ fn serve_session(host: &Host, peer: PeerSocket) {
 }
 
 /// Answers the requests of a process until its connection ends. Returns the reason for the end.
-fn run_session(host: &Host, peer: PeerSocket) -> &'static str {
-    let mut limits = SessionLimits::default();
-    limits.function.remote_peers = REMOTE_PEERS;
+fn run_session(host: &dyn NicHost, peer: PeerSocket) -> &'static str {
+    let needs = SessionNeeds { remote_peers: REMOTE_PEERS, ..SessionNeeds::default() };
     let mut session = None;
     loop {
         let mut fds = [PollFd::new(&peer, PollFlags::IN)];
@@ -156,7 +140,7 @@ fn run_session(host: &Host, peer: PeerSocket) -> &'static str {
             let opening = protocol::decode::<Opening>("reading an opening", &packet.bytes);
             match opening {
                 Ok(opening) if opening.service == "nic" => {
-                    session = Some(Session::new(host, limits.clone()));
+                    session = Some(host.session(&needs));
                     continue;
                 }
                 // Any other opening is an error: this socket serves only the NIC.
@@ -175,9 +159,13 @@ fn run_session(host: &Host, peer: PeerSocket) -> &'static str {
 
 #[cfg(test)]
 mod tests {
+    use std::net::UdpSocket;
+
     use verbs::Nic;
 
     use super::*;
+    use crate::edge::SoftOpener;
+    use crate::nic::NicOpener;
 
     fn start() -> NicService {
         NicService::start(UdpSocket::bind("127.0.0.1:0").unwrap()).unwrap()
@@ -187,11 +175,11 @@ mod tests {
     fn processes_attach_until_the_service_is_dropped() {
         let service = start();
         let path = service.path().to_path_buf();
-        let attached = [SoftNic::attach(&path).unwrap(), SoftNic::attach(&path).unwrap()];
+        let attached = [(); 2].map(|()| SoftOpener.open_local(&path).unwrap().nic);
         attached.iter().for_each(|nic| drop(nic.alloc_pd().unwrap()));
         drop(service);
         assert!(!path.exists(), "its socket is removed");
-        assert!(SoftNic::attach(&path).is_err());
+        assert!(SoftOpener.open_local(&path).is_err());
     }
 
     #[test]
@@ -210,7 +198,7 @@ mod tests {
                 "the message was answered"
             );
         }
-        SoftNic::attach(service.path()).unwrap().alloc_pd().unwrap();
+        SoftOpener.open_local(service.path()).unwrap().nic.alloc_pd().unwrap();
     }
 
     #[test]

@@ -28,9 +28,7 @@ fn failing_epoll_add_closes_one_connection() {
     let before = Pool::connect(service.path(), options.clone()).unwrap();
     service.shared.adds_to_fail.store(1, Ordering::SeqCst);
     let lost = crate::socket::connect(service.path()).unwrap();
-    wait_for("the connection ends", || {
-        matches!(rnic::port::shm::socket::receive(&lost), Ok(None) | Err(_))
-    });
+    wait_for("the connection ends", || matches!(crate::socket::receive(&lost), Ok(None) | Err(_)));
     assert_eq!(service.failure(), None);
     let grant = before.allocate_blocking().unwrap();
     before.free_blocking(grant).unwrap();

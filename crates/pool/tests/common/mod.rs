@@ -29,7 +29,7 @@ pub fn over_functions(settings: Settings) -> Settings {
 }
 
 /// Waits until `chunks` chunks are free, and audits the pool.
-pub fn check_whole(pool: &Pool, chunks: u64) {
+pub fn check_whole<N: verbs::Nic>(pool: &Pool<N>, chunks: u64) {
     let deadline = Instant::now() + Duration::from_secs(10);
     while pool.node_status().unwrap().node.free < chunks {
         assert!(Instant::now() < deadline, "{:?}", pool.node_status());

@@ -12,9 +12,8 @@ use pool::{
     Budget, ConnectRequest, Endpoint, Error, GroupId, Options, Pool, Service, Settings, schemes,
 };
 use rnic::nic::SoftNic;
-use rnic::port::shm::Secret;
 use rnic::port::shm::socket::{receive, send};
-use verbs::{Access, CqAttr, Nic, QpAttr, QueuePair, Receive};
+use verbs::{Access, CqAttr, Nic, QpAttr, QueuePair, Receive, SessionSecret};
 
 mod place;
 mod silence;
@@ -104,7 +103,7 @@ fn admission_refuses_foreign_qps() {
     let raw = Raw::pool(service.path());
     // None of these numbers belongs to a QP of this session, and without a session no QP is
     // accepted.
-    for session in [nic.secret(), Some(Secret::random().unwrap()), None] {
+    for session in [nic.secret(), Some(SessionSecret::random().unwrap()), None] {
         for first in [0, 1, 2, 3, 17, 0xff_ffff, u32::MAX] {
             let admission = ConnectRequest {
                 management: vec![first],
@@ -159,7 +158,7 @@ fn admission_refuses_qps_of_another_process() {
     let qps = lines.by_ref().find_map(named).expect("the QPs of the other process");
     let nic = SoftNic::attach(service.path()).unwrap();
     let raw = Raw::pool(service.path());
-    for session in [nic.secret(), Some(Secret::random().unwrap()), None] {
+    for session in [nic.secret(), Some(SessionSecret::random().unwrap()), None] {
         let admission = ConnectRequest {
             management: vec![qps[0]],
             groups: vec![qps[1..].to_vec()],

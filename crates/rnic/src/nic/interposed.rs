@@ -4,6 +4,7 @@
 //! waits. A model checker uses them to explore all orders of verbs; a simulator uses them to give
 //! each verb a time.
 
+use std::os::fd::RawFd;
 use std::task::Waker;
 use std::time::Duration;
 
@@ -231,6 +232,10 @@ impl<H: Hooks> Nic for InterposedNic<H> {
                 return Ok(events);
             }
         }
+    }
+
+    fn descriptors(&self) -> Vec<RawFd> {
+        self.inner.descriptors()
     }
 
     fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error> {

@@ -19,6 +19,7 @@ mod tests;
 mod work;
 
 use std::net::UdpSocket;
+use std::os::fd::RawFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,7 +27,7 @@ use std::time::{Duration, Instant};
 use verbs::direct::{DirectNic, KeyInfo, Managed};
 use verbs::{
     Access, Caps, CompletionQueue, CqAttr, DeviceInfo, DmaMemory, Error, Events, Feature, Guards,
-    Key, MemoryRegion, MemoryWindow, MwKind, Nic, Pdn, QpAttr, ReceiveAttr, Rereg,
+    Key, MemoryRegion, MemoryWindow, MwKind, Nic, Pdn, QpAttr, ReceiveAttr, Rereg, SessionSecret,
 };
 
 use crate::limits::Limits;
@@ -141,7 +142,7 @@ impl SoftNic {
     }
 
     /// Returns the secret of the session if the function is attached to another process's NIC.
-    pub fn secret(&self) -> Option<shm::Secret> {
+    pub fn secret(&self) -> Option<SessionSecret> {
         match &self.function {
             Function::Attached(attached) => Some(attached.secret()),
             Function::Inline(_) | Function::Local(_) => None,
@@ -218,6 +219,10 @@ impl Nic for SoftNic {
             }
             word.sleep(left.min(cq::ALIVE_CHECK));
         }
+    }
+
+    fn descriptors(&self) -> Vec<RawFd> {
+        self.function.descriptors()
     }
 
     fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error> {

@@ -13,7 +13,7 @@ pub struct Case {
     pub name: &'static str,
     /// The scheme.
     pub scheme: Scheme,
-    /// [`Settings::separation`].
+    /// [`pool::onesidedmw::Options::separation`].
     pub separation: bool,
     /// Use blocks of all sizes, in larger pools.
     pub sizes: bool,

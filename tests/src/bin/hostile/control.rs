@@ -7,10 +7,10 @@ use anyhow::{Context, Result, bail};
 use granary_tests::control::Control;
 use pool::ConnectRequest;
 use pool::protocol::{MAX_BYTES, Reply, Request};
-use rnic::port::shm::Secret;
 use rnic::port::shm::socket::send;
 use rustix::fs::SealFlags;
 use serde_json::{Value, json};
+use verbs::SessionSecret;
 
 use crate::nic::{Nic, memfd};
 use crate::queue::{Qp, Shape};
@@ -145,7 +145,7 @@ pub fn hijack(a: &Arguments) -> Result<Value> {
     // Without a session secret, with the attacker's own secret, with a guessed secret.
     let own = Nic::open(&a.socket)?;
     let mut reasons = Vec::new();
-    for session in [None, Some(own.secret()), Some(Secret::random()?)] {
+    for session in [None, Some(own.secret()), Some(SessionSecret::random()?)] {
         let control = Control::pool(&a.socket)?;
         let admission = ConnectRequest {
             management: vec![first, second],

@@ -7,10 +7,10 @@ use std::sync::atomic::Ordering;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use rnic::port::control::{Reply, Verb};
 use rnic::port::shm::protocol::{Request, Response};
-use rnic::port::shm::{Attached, Secret, raw, socket};
+use rnic::port::shm::{Attached, raw, socket};
 use rnic::spec::QpDescription;
 use rustix::fs::{MemfdFlags, SealFlags};
-use verbs::{Access, DmaMemory, Key, MwKind, Pdn, QpState, Qpn};
+use verbs::{Access, DmaMemory, Key, MwKind, Pdn, QpState, Qpn, SessionSecret};
 
 /// A function of the NIC.
 pub struct Nic {
@@ -38,7 +38,7 @@ impl Nic {
     }
 
     /// The secret of its session.
-    pub fn secret(&self) -> Secret {
+    pub fn secret(&self) -> SessionSecret {
         self.attached.secret()
     }
 

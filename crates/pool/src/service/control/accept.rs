@@ -4,7 +4,6 @@ use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use rnic::port::shm::Peer;
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 
@@ -13,6 +12,7 @@ use crate::Error;
 use crate::service::client_limits::PeerIdentity;
 use crate::service::connection::{Connection, ConnectionId};
 use crate::service::connection_limits::{self, UnprovedDecision};
+use crate::socket::Peer;
 
 /// Delay of the next attempt after a connection could not be accepted.
 const AGAIN: Duration = Duration::from_millis(100);

@@ -10,7 +10,6 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use rnic::port::shm::socket::{Packet, close_deferred};
 use rustix::event::Timespec;
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
@@ -25,7 +24,7 @@ use crate::Error;
 use crate::protocol::{self, Numbered, Request};
 use crate::remote::RemoteListener;
 use crate::scheme::ClientId;
-use crate::socket::Listener;
+use crate::socket::{Listener, Packet, close_deferred};
 
 const LISTENER: u64 = 0;
 const WAKE: u64 = 1;

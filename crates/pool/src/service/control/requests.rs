@@ -1,10 +1,10 @@
 //! Handling of greetings, openings, and requests of compute nodes.
 
-use rnic::port::shm::{Session, SessionLimits};
 use verbs::Qpn;
 
 use super::{AWAITS_MAX, Control, protocol_error, refused};
 use crate::Error;
+use crate::nic::SessionNeeds;
 use crate::protocol::{self, NodeHello, Opening, Reply, Request, VERSION};
 use crate::remote::token::{self, Greeting, Nonce, Nonces, Side};
 use crate::remote::{ConnectionSecret, Route, Start};
@@ -12,22 +12,17 @@ use crate::scheme::{ClientId, ConnectReply, ConnectRequest, GroupId, Lane, QpSet
 use crate::service::client_limits::cost;
 use crate::service::connection::{Connection, ConnectionId, DeferredOp, Ends, PoolSession, Role};
 use crate::service::connection_limits::Holder;
-use crate::service::nic_gone;
 
 /// Pieces of shared memory of a compute node in addition to those of its queues.
 const BUFFERS: usize = 256;
 
 impl Control<'_> {
-    /// Limits of one attached process: at least what the settings promise to a compute node.
-    fn session_limits(&self) -> SessionLimits {
-        let mut limits = SessionLimits::default();
-        let settings = self.shared.node.settings();
+    /// Needs of one attached process: what the settings promise to a compute node.
+    fn session_needs(&self) -> SessionNeeds {
         let qps = self.shared.node.client_qps();
-        limits.function.qps = limits.function.qps.max(qps);
         // A ring per QP and one per group's CQ, plus buffers.
-        let pieces = (qps + settings.groups_max) as usize + BUFFERS;
-        limits.memories = limits.memories.max(pieces);
-        limits
+        let memories = (qps + self.shared.node.settings().groups_max) as usize + BUFFERS;
+        SessionNeeds { qps, memories, remote_peers: 0 }
     }
 
     /// Answers the greeting of another host.
@@ -63,7 +58,7 @@ impl Control<'_> {
     }
 
     pub(super) fn open(&mut self, id: ConnectionId, bytes: &[u8]) -> bool {
-        let limits = self.session_limits();
+        let needs = self.session_needs();
         let full = self.slot_holder(id).err();
         let token = self.remote.as_ref().and_then(|remote| remote.token.as_ref());
         let has_room = self.connections.get(&id).is_some_and(|c| self.has_room_for(c.identity));
@@ -102,8 +97,7 @@ impl Control<'_> {
                 return false;
             }
             "nic" if ends.is_none() => {
-                let session = Session::new(&self.shared.host, limits);
-                connection.role = Role::Nic(Box::new(session));
+                connection.role = Role::Nic(self.shared.host.session(&needs));
                 let peer = connection.identity;
                 tracing::debug!(connection = id.0, %peer, "NIC session opened");
                 return true;
@@ -262,7 +256,7 @@ impl Control<'_> {
         let qpns: Option<Vec<Qpn>> =
             named.map(|qpn| (*qpn <= Qpn::MAX).then(|| Qpn::new(*qpn))).collect();
         if let (Some((id, Connection { role: Role::Nic(session), .. })), Some(qpns)) = (found, qpns)
-            && session.owns_all(&qpns).map_err(nic_gone)?
+            && session.owns_all(&qpns)?
         {
             return Ok(*id);
         }

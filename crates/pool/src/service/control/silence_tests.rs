@@ -1,12 +1,11 @@
 //! Tests of the deadline for idle connections, and of dependent connections that close together.
 
-use rnic::port::shm::socket::{receive, send};
-use rnic::port::shm::{Session, SessionLimits};
-
 use super::*;
+use crate::nic::SessionNeeds;
 use crate::protocol::{Opening, Reply};
 use crate::service::Service;
 use crate::service::connection::PoolSession;
+use crate::socket::{receive, send};
 use crate::{Endpoint, Settings};
 
 /// Deadline for idle connections. The machine must have been up for longer.
@@ -75,8 +74,8 @@ fn nic_session_ends_with_its_last_compute_node() {
             id
         };
         let mut nic = |control: &mut Control<'_>| {
-            let session = Session::new(&control.shared.host, SessionLimits::default());
-            with(control, Role::Nic(Box::new(session)))
+            let session = control.shared.host.session(&SessionNeeds::default());
+            with(control, Role::Nic(session))
         };
         let (nic, other_nic) = (nic(control), nic(control));
         let mut pool = |control: &mut Control<'_>, nic| {

@@ -16,10 +16,10 @@ use super::super::error::Error;
 use super::super::events::EventWord;
 use super::doorbell::{DoorbellPage, MappedDoorbell};
 use super::page::{ASLEEP_RNR, GONE, SLEEPING, doorbells_in, page_bytes};
-use super::protocol::{Request, Response, SERVICE, Secret, Span, VERSION};
+use super::protocol::{Request, Response, SERVICE, Span, VERSION};
 use super::sharing;
 use super::socket::{self, Packet};
-use verbs::DmaMemory;
+use verbs::{DmaMemory, SessionSecret};
 
 /// Time without a response after which the host is considered dead.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -52,7 +52,7 @@ struct Inner {
     socket: Mutex<OwnedFd>,
     /// A duplicate of the socket, polled without the lock to detect the end of the host.
     watched: OwnedFd,
-    secret: Secret,
+    secret: SessionSecret,
     page: Arc<DoorbellPage>,
     /// Memory that the host has mapped, by its first address in this process.
     memories: Mutex<BTreeMap<u64, Shared>>,
@@ -117,7 +117,7 @@ impl Attached {
     }
 
     /// The session's secret, which ties another connection to the host's process to this session.
-    pub fn secret(&self) -> Secret {
+    pub fn secret(&self) -> SessionSecret {
         self.0.secret
     }
 

@@ -27,7 +27,7 @@ fn open(answer: Response, descriptors: usize) -> (Result<Attached, Error>, Owned
 }
 
 fn welcome(doorbells: u32) -> Response {
-    Response::Welcome { version: VERSION, doorbells, secret: Secret::random().unwrap() }
+    Response::Welcome { version: VERSION, doorbells, secret: SessionSecret::random().unwrap() }
 }
 
 fn room() -> u32 {

@@ -48,5 +48,4 @@ pub use client::{Attached, Raw};
 pub use doorbell::MappedDoorbell;
 pub use host::{Host, HostStats, LocalFunction};
 pub use peer::Peer;
-pub use protocol::Secret;
 pub use session::{Session, SessionLimits};

@@ -24,11 +24,8 @@
 //! maps the memfd and seals it against shrinking, growing, writing through new mappings, and
 //! further seals. From then on no process can take a page away from the NIC (`sharing.rs`).
 
-use std::fmt;
-
-use rustix::io::Errno;
-use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
+use verbs::SessionSecret;
 
 use super::super::control::{Reply, Verb};
 
@@ -91,7 +88,7 @@ pub enum Response {
         /// Doorbells in the page.
         doorbells: u32,
         /// The session's secret, which is sent to its client only.
-        secret: Secret,
+        secret: SessionSecret,
     },
     /// Memory is shared under this number.
     Memory(u32),
@@ -99,47 +96,4 @@ pub enum Response {
     Reply(Reply),
     /// The request failed, for this reason.
     Error(String),
-}
-
-/// A session's secret: 128 random bits, 32 hexadecimal digits in messages.
-///
-/// With the secret a client proves, over another connection to the host's process, that it owns the
-/// session.
-#[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(into = "String", try_from = "String")]
-pub struct Secret(u128);
-
-impl Secret {
-    /// Draws a new secret.
-    pub fn random() -> Result<Self, Errno> {
-        let mut bytes = [0; 16];
-        match getrandom(&mut bytes[..], GetRandomFlags::empty()) {
-            Ok(16) => Ok(Self(u128::from_ne_bytes(bytes))),
-            // The kernel returns requests of up to 256 bytes whole.
-            Ok(_) | Err(Errno::INTR) => Self::random(),
-            Err(e) => Err(e),
-        }
-    }
-}
-
-impl fmt::Debug for Secret {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Secret(..)")
-    }
-}
-
-impl From<Secret> for String {
-    fn from(secret: Secret) -> Self {
-        format!("{:032x}", secret.0)
-    }
-}
-
-impl TryFrom<String> for Secret {
-    type Error = &'static str;
-
-    fn try_from(text: String) -> Result<Self, Self::Error> {
-        let digits = text.len() == 32 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
-        let bits = u128::from_str_radix(&text, 16).ok().filter(|_| digits);
-        bits.map(Self).ok_or("a session's secret has 32 hexadecimal digits")
-    }
 }

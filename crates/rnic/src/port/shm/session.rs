@@ -13,11 +13,11 @@ use super::super::control::{Reply, Verb};
 use super::super::error::Error;
 use super::host::{Host, Piece, Removal};
 use super::nic_thread::NicThread;
-use super::protocol::{MESSAGE_MAX, Request, Response, Secret, Span, VERSION};
+use super::protocol::{MESSAGE_MAX, Request, Response, Span, VERSION};
 use super::socket::close_deferred;
 use super::{page, sharing};
 use crate::limits::FunctionLimits;
-use verbs::{DmaMemory, Qpn};
+use verbs::{DmaMemory, Qpn, SessionSecret};
 
 /// Maximum bytes of an error text, which may quote the client's request.
 const WHY_MAX: usize = 1024;
@@ -52,7 +52,7 @@ pub struct Session {
     // by this thread, not by the NIC thread.
     function: Option<Removal>,
     page: Option<DmaMemory>,
-    secret: Option<Secret>,
+    secret: Option<SessionSecret>,
     memories: HashMap<u32, Shared>,
     /// Memory that is no longer shared, but that regions or queues may still use.
     ended: Vec<Shared>,
@@ -91,7 +91,7 @@ impl Session {
     }
 
     /// The session's secret, if the session is open. Only its client has received the secret.
-    pub fn secret(&self) -> Option<Secret> {
+    pub fn secret(&self) -> Option<SessionSecret> {
         self.secret
     }
 
@@ -177,7 +177,8 @@ impl Session {
             )));
         }
         let page = sharing::adopt(only_one("hello", page)?, bytes)?;
-        let secret = Secret::random().map_err(Error::system("drawing a session's secret"))?;
+        let secret =
+            SessionSecret::random().map_err(Error::system("drawing a session's secret"))?;
         let (function, doorbells, wake) =
             self.host.shared_function(self.limits.function.clone(), page.clone())?;
         self.function = Some(function);

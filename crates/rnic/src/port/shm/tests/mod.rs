@@ -8,7 +8,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use super::super::Error;
 use super::super::control::{QpVerb, ReceiveRing, ReceiveVerb, Reply, SendRing, Verb};
 use super::page::{DOORBELLS, page_bytes};
-use super::protocol::{Request, Response, SERVICE, Secret, Span, VERSION};
+use super::protocol::{Request, Response, SERVICE, Span, VERSION};
 use super::{Attached, Host, Session, SessionLimits, socket};
 
 mod load;
@@ -16,7 +16,7 @@ mod memory;
 use crate::limits::Limits;
 use verbs::cqe::CqReader;
 use verbs::wqe::Builder;
-use verbs::{Access, AsyncEvent, DmaMemory, Key, KeyIndex, QpChange, Qpn};
+use verbs::{Access, AsyncEvent, DmaMemory, Key, KeyIndex, QpChange, Qpn, SessionSecret};
 
 fn host() -> Host {
     Host::start(Limits::default()).unwrap()
@@ -464,9 +464,9 @@ fn each_session_has_its_own_secret() {
     assert!(session(&host).secret().is_none());
     let text = serde_json::to_string(&a).unwrap();
     assert_eq!(text.len(), 2 + 32);
-    assert!(serde_json::from_str::<Secret>(&text).unwrap() == a);
+    assert!(serde_json::from_str::<SessionSecret>(&text).unwrap() == a);
     for wrong in ["\"\"", "\"+123456789abcdef0123456789abcdef\"", "12"] {
-        assert!(serde_json::from_str::<Secret>(wrong).is_err(), "{wrong}");
+        assert!(serde_json::from_str::<SessionSecret>(wrong).is_err(), "{wrong}");
     }
-    assert_eq!(format!("{a:?}"), "Secret(..)");
+    assert_eq!(format!("{a:?}"), "SessionSecret(..)");
 }
