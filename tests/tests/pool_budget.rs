@@ -191,7 +191,8 @@ impl Unaware {
     fn connect(scene: &Scene, nic: &SoftNic) -> Result<Self> {
         let control = SocketControl::connect(&scene.node.socket)?.with_session(nic.secret());
         let mut welcome = control.welcome().clone();
-        ensure!(welcome.budget_chunks.take() == Some(CHUNKS), "the welcome has no chunk budget");
+        let told = welcome.terms.remove("budget_chunks");
+        ensure!(told == Some(CHUNKS.into()), "the welcome has no chunk budget");
         Ok(Self { control, welcome })
     }
 }

@@ -86,6 +86,15 @@ impl Contender {
         schemes.iter().flat_map(variants).collect()
     }
 
+    /// `settings` for a memory node of the variant.
+    pub fn settings(&self, settings: Settings) -> Settings {
+        let settings = Settings { scheme: self.scheme, ..settings };
+        match self.scheme.needs_cpu() {
+            true => settings.with("control", self.control),
+            false => settings,
+        }
+    }
+
     /// Name of the variant: the scheme and, for RPC schemes, the wait mode.
     pub fn name(&self) -> String {
         match self.scheme.needs_cpu() {
@@ -475,10 +484,10 @@ mod tests {
     #[test]
     fn client_runs_against_every_contender() {
         for contender in Contender::of(schemes::ALL) {
-            let Contender { scheme, control } = contender;
+            let scheme = contender.scheme;
             let small =
                 Settings { donate_bytes: 64 << 10, chunk_bytes: 4096, ..Settings::default() };
-            let pool = Pool::embedded(Settings { scheme, control, ..small }).unwrap();
+            let pool = Pool::embedded(contender.settings(small)).unwrap();
             warm_up(&pool).unwrap();
             let bytes = if scheme.has_sizes() { Some(4 * 4096) } else { None };
             let outcome = client(&pool, Duration::from_millis(10), bytes).unwrap();

@@ -31,7 +31,7 @@ pub fn connect(
     settings: &Settings,
     number: u32,
 ) -> Result<Connection, Error> {
-    let welcome = NodeHello::of(settings, node.functions(), 1);
+    let welcome = NodeHello::of(settings, node.functions(), 1, node.terms());
     let pd = nic.alloc_pd()?;
     let client = Client::new(nic, &pd, &welcome)?;
     let cq = nic.create_cq(CqAttr { entries: 16, ignore_overrun: false })?;

@@ -12,8 +12,11 @@ use anyhow::{Context, bail};
 use metrics::Samples;
 use pool::budget::{BudgetStatus, Use};
 use pool::protocol::{Dropped, Status, Trouble};
-use pool::{Address, ControlMode, ControlPlane, Remote, RemoteAddress, Scheme, Settings, schemes};
+use pool::{
+    Address, ControlMode, ControlPlane, Remote, RemoteAddress, Scheme, Settings, rpc, schemes,
+};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use tempfile::NamedTempFile;
 use units::Size;
 use units::number::thousands;
@@ -57,7 +60,7 @@ impl Ready {
             chunk_bytes: settings.chunk_bytes,
             chunks: settings.chunks(),
             scheme: settings.scheme.name.into(),
-            control: settings.control,
+            control: rpc::Options::of(settings).map(|own| own.control).unwrap_or_default(),
             group_size: settings.group_size,
             credits: settings.credits,
         }
@@ -157,14 +160,17 @@ fn arguments(settings: &Settings) -> Vec<String> {
         ("--group-size", settings.group_size.to_string()),
         ("--credits", settings.credits.to_string()),
         ("--scheme", settings.scheme.to_string()),
-        ("--control", settings.control.to_string()),
-        ("--cores", settings.cores.to_string()),
         ("--keep-resident", settings.keep_resident_bytes.to_string()),
     ]
     .into_iter()
     .flat_map(|(name, value)| [name.to_owned(), value])
-    .chain((!settings.separation).then(|| "--no-separation".to_owned()))
-    .chain((!settings.contention_control).then(|| "--no-contention-control".to_owned()))
+    .chain(settings.options.iter().filter_map(|(name, value)| match value {
+        // Budgets limit clients of several users; a private memory node has one user.
+        Value::Bool(true) | Value::Object(_) => None,
+        Value::Bool(false) => Some(format!("--no-{}", name.replace('_', "-"))),
+        Value::String(text) => Some(format!("--{name}={text}")),
+        value => Some(format!("--{name}={value}")),
+    }))
     .chain(settings.nic_windows.map(|windows| format!("--nic-windows={windows}")))
     .chain((clients > usual).then(|| format!("--clients={clients}")))
     .collect()

@@ -7,6 +7,7 @@ use std::ops::{Deref, DerefMut};
 use verbs::{Nic, PeerAddress, QpChange, QpState, QueuePair};
 
 use crate::Error;
+use crate::options::Terms;
 use crate::remote::Start;
 use crate::remote::route::with_start;
 use crate::scheme::{ClientId, ConnectReply, ConnectRequest, GroupId, Lane, QpSet};
@@ -110,7 +111,39 @@ pub trait ClientEntry {
     fn is_open(&self) -> Result<bool, Error>;
 
     /// True if the client has departed.
-    fn is_leaving(&self) -> bool;
+    fn is_leaving(&self) -> bool {
+        false
+    }
+}
+
+/// A client with one management QP that leaves at once, and a scheme's own state `own`.
+pub struct SimpleClient<N: Nic, T> {
+    /// The management QP.
+    pub management: PeerQp<N>,
+    /// The access QPs.
+    pub access: AccessQps<N>,
+    /// State of the scheme.
+    pub own: T,
+}
+
+impl<N: Nic, T> ClientEntry for SimpleClient<N, T> {
+    type Nic = N;
+
+    fn access(&self) -> &AccessQps<N> {
+        &self.access
+    }
+
+    fn access_mut(&mut self) -> &mut AccessQps<N> {
+        &mut self.access
+    }
+
+    fn set_management_start(&mut self, start: Start) {
+        self.management.set_start(start);
+    }
+
+    fn is_open(&self) -> Result<bool, Error> {
+        self.management.is_ready()
+    }
 }
 
 /// The clients of a memory node.
@@ -136,7 +169,7 @@ impl<C> DerefMut for ClientTable<C> {
     }
 }
 
-/// What a scheme expects of a client's request to be admitted.
+/// Requirements of a scheme on a client's request to be admitted.
 pub struct Admission<'a> {
     /// Settings of the memory node.
     pub settings: &'a Settings,
@@ -245,7 +278,7 @@ impl ConnectReply {
             credits: settings.credits,
             management,
             groups: access.qpns(),
-            metadata: None,
+            terms: Terms::new(),
         }
     }
 }

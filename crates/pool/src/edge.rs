@@ -26,6 +26,7 @@ use crate::nic::{
     LocalFunction, NicHost, NicOpener, NicReport, NicSession, RemoteFunction, SessionNeeds,
 };
 use crate::protocol::Dropped;
+use crate::registry::{ClientRegistry, NodeRegistry};
 use crate::remote::Listen;
 use crate::{
     Address, EmbeddedNode, Endpoint, Error, LocalNic, MultiPool, NicService, Options, Placement,
@@ -133,7 +134,17 @@ fn gone(e: rnic::port::Error) -> Error {
 impl EmbeddedNode {
     /// Starts the memory node. Its NIC runs on the callers' threads: no socket and no NIC thread.
     pub fn start(settings: &Settings) -> Result<Self, Error> {
-        Self::start_on(SoftNic::inline_with(limits(settings)), settings, schemes::node)
+        Self::start_with(settings, &schemes::nodes(), schemes::clients())
+    }
+
+    /// Starts the memory node with one of the schemes in `nodes`. Its compute nodes have the
+    /// schemes in `clients`.
+    pub fn start_with(
+        settings: &Settings,
+        nodes: &NodeRegistry<SoftNic>,
+        clients: ClientRegistry<SoftNic>,
+    ) -> Result<Self, Error> {
+        Self::start_on(SoftNic::inline_with(limits(settings)), settings, nodes, clients)
     }
 }
 
@@ -156,7 +167,7 @@ impl Service {
             };
             Ok((nic, Arc::new(host)))
         };
-        Self::start_on(settings, endpoint, listen, open, schemes::node)
+        Self::start_on(settings, endpoint, listen, open, &schemes::nodes())
     }
 }
 

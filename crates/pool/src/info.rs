@@ -29,6 +29,8 @@ pub struct SchemeInfo {
     pub chunk_bytes: Option<u64>,
     /// Maximum number of chunks.
     pub chunks_max: u64,
+    /// Names of the scheme's own settings.
+    pub options: &'static [&'static str],
     /// The reason why a scheme is unsafe and exists only for comparison; `None` for a safe scheme.
     /// An unsafe scheme must be selected by name, and `granary serve` prints this reason.
     pub unsafe_because: Option<&'static str>,
@@ -65,6 +67,8 @@ pub enum Isolation {
     GuardedWindows,
     /// A memory region in the owner's protection domain.
     Regions,
+    /// None: one region that every client can access.
+    SharedRegion,
     /// A page table of the owner. The owner has no key.
     PageTable,
 }
@@ -164,7 +168,7 @@ impl Isolation {
     pub fn has_type1_windows(self) -> bool {
         match self {
             Self::SharedWindows | Self::SharedWindowsAhead | Self::GuardedWindows => true,
-            Self::QpWindows | Self::Regions | Self::PageTable => false,
+            Self::QpWindows | Self::Regions | Self::SharedRegion | Self::PageTable => false,
         }
     }
 }

@@ -19,10 +19,12 @@
 //! ```
 
 mod address;
+pub mod blocks;
 pub mod budget;
 pub mod chain;
 pub mod client;
 pub mod client_table;
+pub mod conformance;
 mod cpu;
 mod credits;
 pub mod edge;
@@ -36,8 +38,9 @@ pub mod nic;
 mod node;
 pub mod odrp;
 pub mod onesidedmw;
+pub mod options;
 pub mod protocol;
-mod registry;
+pub mod registry;
 pub mod remote;
 pub mod request_queue;
 pub mod rpc;
@@ -46,7 +49,7 @@ pub mod schemes;
 mod service;
 mod settings;
 mod socket;
-mod wakeup;
+pub mod wakeup;
 
 pub use address::{Address, LocalNic, Remote};
 pub use budget::Budget;
@@ -57,11 +60,11 @@ pub use error::Error;
 pub use info::{Scheme, SchemeInfo};
 pub use multi::{MultiPool, NodeIndex, PlacedGrant, Placement};
 pub use node::{MemoryNode, NodeThreads};
-pub use registry::AnyNode;
 pub use remote::{Listen, RemoteAddress, Token};
+pub use rpc::ControlMode;
 pub use scheme::{
     CasStats, ClientId, ConnectReply, ConnectRequest, Grant, GroupId, Lane, NodeStatus,
 };
 pub use service::{NicService, Service};
-pub use settings::{ControlMode, Settings};
+pub use settings::Settings;
 pub use socket::Endpoint;

@@ -25,32 +25,39 @@ use verbs::Qpn;
 
 use crate::Error;
 use crate::cpu::ThreadClock;
+use crate::options::Terms;
 use crate::protocol::NodeHello;
 use crate::remote::Start;
 use crate::scheme::{
-    ClientId, ConnectReply, ConnectRequest, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
+    ClientId, ConnectReply, ConnectRequest, Cpu, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
     QpSet, Worker,
 };
-use crate::settings::{ControlMode, Settings};
+use crate::settings::Settings;
 use units::cpus::cores;
 
 /// A memory node. Clones share its state.
-pub struct MemoryNode<S: NodeScheme = Box<dyn NodeScheme>> {
-    inner: Arc<Inner<S>>,
+pub struct MemoryNode {
+    inner: Arc<Inner>,
 }
 
-impl<S: NodeScheme> Clone for MemoryNode<S> {
+impl Clone for MemoryNode {
     fn clone(&self) -> Self {
         Self { inner: self.inner.clone() }
     }
 }
 
-struct Inner<S> {
-    core: Mutex<Core<S>>,
+struct Inner {
+    core: Mutex<Core>,
     settings: Settings,
     events: Option<Arc<dyn CpuEvents>>,
+    /// Workers until their threads are started.
+    workers: Mutex<Vec<Box<dyn Worker>>>,
+    /// See [`Cpu::polls`].
+    polls: bool,
     /// See [`NodeScheme::functions`].
     functions: u32,
+    /// See [`NodeScheme::terms`].
+    terms: Terms,
     started: Instant,
     incarnation: u64,
     /// True while a departed compute node is not retired yet.
@@ -59,8 +66,8 @@ struct Inner<S> {
     after_poll: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
-struct Core<S> {
-    scheme: S,
+struct Core {
+    scheme: Box<dyn NodeScheme>,
     clients: BTreeSet<ClientId>,
     /// Departed compute nodes that are not retired yet.
     leaving: BTreeSet<ClientId>,
@@ -73,10 +80,11 @@ struct Core<S> {
 /// Delay before [`NodeScheme::retire`] is retried after a failure.
 const RETIRE_AGAIN: Duration = Duration::from_millis(100);
 
-impl<S: NodeScheme> MemoryNode<S> {
+impl MemoryNode {
     /// A memory node with `scheme`, which was created with the same settings.
-    pub fn new(scheme: S, settings: Settings) -> Self {
-        let (events, functions) = (scheme.events(), scheme.functions());
+    pub fn new(mut scheme: Box<dyn NodeScheme>, settings: Settings) -> Self {
+        let (functions, terms) = (scheme.functions(), scheme.terms());
+        let Cpu { events, workers, polls } = scheme.cpu();
         let core = Mutex::new(Core {
             scheme,
             clients: BTreeSet::new(),
@@ -92,7 +100,10 @@ impl<S: NodeScheme> MemoryNode<S> {
             core,
             settings,
             events,
+            workers: Mutex::new(workers),
+            polls,
             functions,
+            terms,
             started,
             incarnation,
             any_leaving,
@@ -118,7 +129,8 @@ impl<S: NodeScheme> MemoryNode<S> {
 
     /// The first reply to a compute node.
     pub fn welcome(&self) -> NodeHello {
-        NodeHello::of(&self.inner.settings, self.inner.functions, self.inner.incarnation)
+        let Inner { settings, functions, incarnation, terms, .. } = &*self.inner;
+        NodeHello::of(settings, *functions, *incarnation, terms.clone())
     }
 
     /// Admits a compute node and assigns its number. A number is reused only after all others.
@@ -279,7 +291,7 @@ impl<S: NodeScheme> MemoryNode<S> {
         assert!(self.inner.after_poll.set(Box::new(tell)).is_ok(), "on_poll is set once");
     }
 
-    fn forget_retired(&self, core: &mut Core<S>) {
+    fn forget_retired(&self, core: &mut Core) {
         if !core.leaving.is_empty() {
             let scheme = &core.scheme;
             core.leaving.retain(|client| {
@@ -333,7 +345,7 @@ struct PollOutcome {
     next_poll: Option<Duration>,
 }
 
-impl<S: NodeScheme> Core<S> {
+impl Core {
     fn next_id(&mut self) -> ClientId {
         loop {
             self.last = self.last.wrapping_add(1);
@@ -380,9 +392,9 @@ impl<S: NodeScheme> Core<S> {
         (!self.unretired.is_empty()).then_some(RETIRE_AGAIN)
     }
 
-    fn known(&mut self, client: ClientId) -> Result<&mut S, Error> {
+    fn known(&mut self, client: ClientId) -> Result<&mut dyn NodeScheme, Error> {
         if self.clients.contains(&client) {
-            return Ok(&mut self.scheme);
+            return Ok(&mut *self.scheme);
         }
         Err(Error::Refused {
             attempt: format!("a request of compute node {}", client.0),
@@ -411,6 +423,13 @@ struct ThreadShared {
     failure: Mutex<Option<String>>,
 }
 
+/// How the threads of a memory node use the CPU.
+#[derive(Clone, Copy)]
+struct BusyCpu {
+    polls: bool,
+    threads: usize,
+}
+
 /// Longest sleep while nothing is watched. It only bounds the delay of a lost wake-up.
 const SLEEP: Duration = Duration::from_secs(10);
 /// First sleep while the free queue is watched. Each further sleep doubles, up to [`WATCH_MAX`].
@@ -429,23 +448,21 @@ impl ThreadShared {
 
 impl NodeThreads {
     /// Starts the threads. Starts none if the scheme has no event source.
-    pub fn start<S: NodeScheme + 'static>(node: &MemoryNode<S>) -> Result<Self, Error> {
+    pub fn start(node: &MemoryNode) -> Result<Self, Error> {
         let Some(events) = node.inner.events.clone() else {
             return Ok(Self { threads: Vec::new() });
         };
-        let workers = {
-            let scheme = &mut node.inner.core.lock().scheme;
-            if scheme.workers() > 1 { scheme.take_workers() } else { Vec::new() }
-        };
+        let workers = std::mem::take(&mut *node.inner.workers.lock());
+        let busy = BusyCpu { polls: node.inner.polls, threads: workers.len().max(1) };
         let mut threads = Vec::new();
         if workers.is_empty() {
             let polled = node.clone();
-            threads.push(NodeThread::start(node, events, move || polled.poll())?);
+            threads.push(NodeThread::start(node, (events, busy), move || polled.poll())?);
         }
         for mut worker in workers {
             let (polled, events) = (node.clone(), worker.events());
             let poll = move || polled.poll_worker(&mut *worker);
-            threads.push(NodeThread::start(node, events, poll)?);
+            threads.push(NodeThread::start(node, (events, busy), poll)?);
         }
         Ok(Self { threads })
     }
@@ -481,16 +498,16 @@ impl NodeThreads {
 }
 
 impl NodeThread {
-    fn start<S: NodeScheme + 'static>(
-        node: &MemoryNode<S>,
-        events: Arc<dyn CpuEvents>,
+    fn start(
+        node: &MemoryNode,
+        (events, busy): (Arc<dyn CpuEvents>, BusyCpu),
         poll: impl FnMut() -> Result<PollOutcome, Error> + Send + 'static,
     ) -> Result<Self, Error> {
         let shared = Arc::new(ThreadShared::default());
         let (node, its_events, its_shared) = (node.clone(), events.clone(), shared.clone());
         let thread = thread::Builder::new().name("granary-turn".into()).spawn(move || {
             its_shared.clock.adopt();
-            if let Err(e) = run_polls(&node, poll, &*its_events, &its_shared) {
+            if let Err(e) = run_polls(&node, poll, (&*its_events, busy), &its_shared) {
                 tracing::error!(why = e.to_string(), "control thread ended");
                 *its_shared.failure.lock() = Some(e.to_string());
             }
@@ -519,16 +536,13 @@ impl Drop for NodeThreads {
     }
 }
 
-fn run_polls<S: NodeScheme>(
-    node: &MemoryNode<S>,
+fn run_polls(
+    node: &MemoryNode,
     mut poll: impl FnMut() -> Result<PollOutcome, Error>,
-    events: &dyn CpuEvents,
+    (events, busy): (&dyn CpuEvents, BusyCpu),
     shared: &ThreadShared,
 ) -> Result<(), Error> {
-    let settings = node.settings();
-    let polling = settings.control == ControlMode::Polling && settings.scheme.needs_cpu();
-    let threads = if settings.scheme.needs_cpu() { settings.cores as usize } else { 1 };
-    let few_cores = cores() <= threads;
+    let few_cores = cores() <= busy.threads;
     let (mut idle, mut nap) = (0u32, WATCH_MIN);
     while !shared.stop.load(Ordering::Acquire) {
         shared.gate.pass();
@@ -539,7 +553,7 @@ fn run_polls<S: NodeScheme>(
         if outcome.busy {
             (idle, nap) = (0, WATCH_MIN);
             node.notify();
-        } else if polling {
+        } else if busy.polls {
             idle = idle.wrapping_add(1);
             match few_cores || idle.is_multiple_of(POLLS_PER_YIELD) {
                 true => thread::yield_now(),

@@ -26,12 +26,14 @@ use std::collections::BTreeMap;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::Error;
+use crate::options::Terms;
 use crate::remote::RoceEnd;
 use crate::remote::token::Nonce;
 use crate::scheme::{ConnectReply, ConnectRequest, NodeStatus};
-use crate::settings::{ControlMode, Settings};
+use crate::settings::Settings;
 
 /// Version of this protocol and of the layouts that compute nodes access directly in a memory node.
 pub const VERSION: u32 = 3;
@@ -166,8 +168,6 @@ pub struct NodeHello {
     pub version: u32,
     /// Name of the allocation scheme.
     pub scheme: String,
-    /// How the memory node's CPU is notified of requests.
-    pub control: ControlMode,
     /// Bytes of a chunk.
     pub chunk_bytes: u64,
     /// Number of chunks.
@@ -187,15 +187,9 @@ pub struct NodeHello {
     /// changed number identifies stale ones.
     #[serde(default)]
     pub incarnation: u64,
-    /// Maximum number of chunks that a compute node may hold, if limited.
-    #[serde(default)]
-    pub budget_chunks: Option<u64>,
-    /// See [`crate::Settings::separation`].
-    #[serde(default = "yes")]
-    pub separation: bool,
-    /// See [`crate::Settings::contention_control`].
-    #[serde(default = "yes")]
-    pub contention_control: bool,
+    /// Terms that the scheme tells its clients.
+    #[serde(flatten)]
+    pub terms: Terms,
     /// The limit that currently leaves no free slot for another compute node. The compute node may
     /// still send other requests.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -214,12 +208,13 @@ pub struct NodeHello {
 impl NodeHello {
     /// The reply of a memory node with these settings, whose windows are in `functions` functions
     /// of its NIC, without the fields for other hosts.
-    pub fn of(settings: &Settings, functions: u32, incarnation: u64) -> Self {
+    pub fn of(settings: &Settings, functions: u32, incarnation: u64, own: Terms) -> Self {
+        let mut terms = version_3_terms();
+        terms.extend(own);
         let s = settings;
         Self {
             version: VERSION,
             scheme: s.scheme.name.to_owned(),
-            control: s.control,
             chunk_bytes: s.chunk_bytes,
             chunks: s.chunks(),
             group_size: s.group_size,
@@ -227,9 +222,7 @@ impl NodeHello {
             credits: s.credits,
             groups_max: s.groups_max,
             incarnation,
-            budget_chunks: s.budget.chunks,
-            separation: s.separation,
-            contention_control: s.contention_control,
+            terms,
             full: None,
             roce: None,
             proof: None,
@@ -238,8 +231,17 @@ impl NodeHello {
     }
 }
 
-fn yes() -> bool {
-    true
+/// Fields that version 3 of this protocol has in the terms of every scheme.
+fn version_3_terms() -> Terms {
+    [
+        ("control", Value::from("event")),
+        ("budget_chunks", Value::Null),
+        ("separation", Value::from(true)),
+        ("contention_control", Value::from(true)),
+    ]
+    .into_iter()
+    .map(|(name, value)| (name.to_owned(), value))
+    .collect()
 }
 
 fn one() -> u32 {

@@ -7,6 +7,7 @@
 //! *Released* means the same in every scheme: every key of the chunk is dead, no admitted access
 //! is pending, the chunk is cleared, in that order; only then may it be allocated again.
 
+use std::any::Any;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -18,6 +19,7 @@ use verbs::{Key, PeerAddress, Qpn, SessionSecret};
 use crate::Error;
 use crate::budget::BudgetStatus;
 use crate::index::EntryId;
+use crate::options::Terms;
 use crate::remote::token::Nonce;
 use crate::remote::{RoceEnd, Route, Start};
 use crate::request_queue::ManagementQp;
@@ -107,24 +109,9 @@ pub struct ConnectReply {
     pub management: Vec<u32>,
     /// Peers of the access QPs.
     pub groups: Vec<Vec<u32>>,
-    /// The memory node's metadata, in schemes whose compute nodes allocate with READ and CAS.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub metadata: Option<Metadata>,
-}
-
-/// Location of the metadata on which compute nodes allocate with READ and CAS.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Metadata {
-    /// Address of the first word.
-    pub addr: u64,
-    /// Remote key, valid on the management QP only.
-    pub rkey: u32,
-    /// Number of the compute node within the metadata.
-    pub user: u16,
-    /// Address of the first chunk.
-    pub data: u64,
-    /// Chunks of the pool.
-    pub chunks: u32,
+    /// Terms that the scheme tells this client.
+    #[serde(flatten)]
+    pub terms: Terms,
 }
 
 /// The bulletin: 8 bytes in the compute node's memory. The memory node's CPU writes them when its
@@ -309,7 +296,7 @@ impl From<&[Counter]> for CasStats {
 }
 
 /// The memory node's side of a scheme. A single control thread calls it.
-pub trait NodeScheme: Send {
+pub trait NodeScheme: Any + Send {
     /// Admits a compute node: creates its peer QPs and connects them to the QPs that `request`
     /// lists.
     fn admit(&mut self, client: ClientId, request: &ConnectRequest) -> Result<ConnectReply, Error>;
@@ -332,7 +319,9 @@ pub trait NodeScheme: Send {
 
     /// True while a compute node waits for memory, so that [`NodeScheme::poll`] must be called
     /// periodically (OneSidedMW §4.3: the CPU then watches the queue).
-    fn is_watching(&self) -> bool;
+    fn is_watching(&self) -> bool {
+        false
+    }
 
     /// Longest time until the next call of [`NodeScheme::poll`] even if no event arrives; `None`:
     /// unlimited.
@@ -343,7 +332,9 @@ pub trait NodeScheme: Send {
     /// Registers a compute node that saw "empty" and waits for memory. Returns true if no chunk is
     /// free: the scheme then announces "empty" to all compute nodes, and [`NodeScheme::poll`]
     /// announces "available" later. Returns false if a chunk has become free meanwhile.
-    fn client_waits(&mut self, client: ClientId) -> Result<bool, Error>;
+    fn client_waits(&mut self, _client: ClientId) -> Result<bool, Error> {
+        Ok(false)
+    }
 
     /// Re-establishes the management QPs of a compute node whose own sides are in state Reset:
     /// takes the memory node's sides through Reset and connects them again. Grants that could not
@@ -368,30 +359,20 @@ pub trait NodeScheme: Send {
     /// re-establish them at any moment.
     fn set_start(&mut self, client: ClientId, part: QpSet, start: Start);
 
-    /// The event source on which the CPU sleeps while [`NodeScheme::poll`] has no work. If there is
-    /// one, a thread alternately calls `poll` and waits for events. A scheme that needs the CPU
-    /// only while [`NodeScheme::is_watching`] returns `None`, and no thread is started.
-    fn events(&self) -> Option<Arc<dyn CpuEvents>> {
-        None
+    /// Event source and workers that execute the scheme's work on the memory node. Called once,
+    /// when the node starts.
+    fn cpu(&mut self) -> Cpu {
+        Cpu::default()
+    }
+
+    /// Terms that the scheme tells every client before it is admitted.
+    fn terms(&self) -> Terms {
+        Terms::new()
     }
 
     /// Number of functions of the NIC that contain windows. A compute node has access QPs for each.
     fn functions(&self) -> u32 {
         1
-    }
-
-    /// Number of CPU cores that the scheme uses.
-    fn workers(&self) -> usize {
-        1
-    }
-
-    /// Returns one [`Worker`] per core, each to be driven by a thread of its own. Each worker
-    /// answers a part of the compute nodes, and workers run concurrently. If the list is empty,
-    /// [`NodeScheme::poll`] does all work; otherwise `poll` polls each worker, even while threads
-    /// drive them. Control-plane calls that concern a compute node wait until its worker's current
-    /// poll ends.
-    fn take_workers(&mut self) -> Vec<Box<dyn Worker>> {
-        Vec::new()
     }
 
     /// The state of the scheme.
@@ -400,6 +381,23 @@ pub trait NodeScheme: Send {
     /// Checks that every chunk is exactly once either free or owned, as far as this can be
     /// determined while no request is in flight. The error describes the inconsistency.
     fn audit(&self) -> Result<(), Error>;
+}
+
+/// Event source and workers that execute a scheme's work on the memory node.
+#[derive(Default)]
+pub struct Cpu {
+    /// The event source on which the CPU sleeps while [`NodeScheme::poll`] has no work. If there is
+    /// one, a thread alternately calls `poll` and waits for events. A scheme that needs the CPU
+    /// only while [`NodeScheme::is_watching`] has none, and no thread is started.
+    pub events: Option<Arc<dyn CpuEvents>>,
+    /// One [`Worker`] per core, if the scheme uses several cores; each is driven by a thread of its
+    /// own. Each worker answers a part of the compute nodes, and workers run concurrently. If the
+    /// list is empty, [`NodeScheme::poll`] does all work; otherwise `poll` polls each worker, even
+    /// while threads drive them. Control-plane calls that concern a compute node wait until its
+    /// worker's current poll ends.
+    pub workers: Vec<Box<dyn Worker>>,
+    /// The CPU polls on cores of its own instead of sleeping.
+    pub polls: bool,
 }
 
 /// The part of a scheme that one CPU core of the memory node executes.

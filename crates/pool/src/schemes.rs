@@ -3,11 +3,15 @@
 pub use crate::finemem::{FINEMEM, FINEMEM_PAPER, PREMMAP_ONESIDED};
 pub use crate::odrp::ODRP;
 pub use crate::onesidedmw::ONESIDEDMW;
-pub use crate::registry::{node, node_without_chains};
 pub use crate::rpc::{FINE_MR, ONDEMAND_RPC, PREMMAP_RPC, RPC_MW_1, RPC_MW_2, STATIC_MR};
 
-use crate::Error;
+use verbs::Nic;
+use verbs::direct::DirectNic;
+
 use crate::info::Scheme;
+use crate::registry::{ClientFamily, ClientRegistry, Family, NodeFamily, NodeRegistry, Registry};
+use crate::settings::Settings;
+use crate::{Error, finemem, odrp, onesidedmw, rpc};
 
 /// All schemes.
 pub const ALL: &[Scheme] = &[
@@ -23,6 +27,52 @@ pub const ALL: &[Scheme] = &[
     PREMMAP_RPC,
     ONDEMAND_RPC,
 ];
+
+/// The families of this crate.
+const FAMILIES: &[&dyn Family] =
+    &[&onesidedmw::Family, &odrp::Family, &finemem::Family, &rpc::Family];
+
+/// The families for the memory node of a NIC that executes chains.
+pub fn nodes<N: DirectNic>() -> NodeRegistry<N> {
+    nodes_without_chains().with(&odrp::Family).with(&onesidedmw::Family)
+}
+
+/// The families for the memory node of any NIC.
+pub fn nodes_without_chains<N: Nic>() -> NodeRegistry<N> {
+    let families: [&'static dyn NodeFamily<N>; 2] = [&finemem::Family, &rpc::Family];
+    Registry::new(families)
+}
+
+/// The families for a pool client.
+pub fn clients<N: Nic>() -> ClientRegistry<N> {
+    let families: [&'static dyn ClientFamily<N>; 4] =
+        [&onesidedmw::Family, &odrp::Family, &finemem::Family, &rpc::Family];
+    Registry::new(families)
+}
+
+/// Checks the settings of a memory node with one of these schemes.
+pub fn check(settings: &Settings) -> Result<(), Error> {
+    for (name, value) in settings.options.iter() {
+        let has = |scheme: &&Scheme| scheme.options.contains(&name);
+        if !has(&&settings.scheme) {
+            let names: Vec<_> = ALL.iter().filter(has).map(|scheme| scheme.name).collect();
+            let (last, others) = names.split_last().unwrap_or((&"none", &[]));
+            let names = match others {
+                [] => format!("scheme {last}"),
+                _ => format!("schemes {} and {last}", others.join(", ")),
+            };
+            return Err(Error::Setting {
+                setting: name,
+                value: value.to_string(),
+                why: format!("only {names} have this setting"),
+            });
+        }
+    }
+    settings.validate()?;
+    let families = FAMILIES.iter();
+    let mut its = families.filter(|family| family.schemes().contains(&settings.scheme));
+    its.try_for_each(|family| family.check(settings))
+}
 
 /// The scheme with this name.
 ///

@@ -1,15 +1,12 @@
 //! Settings of a memory node.
 
-use std::fmt;
-use std::str::FromStr;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
-use crate::budget::Budget;
-use crate::finemem::block::CHUNK_ORDER;
-use crate::finemem::layout::Shape;
+use crate::blocks::{CHUNK_ORDER, Shape};
 use crate::info::Scheme;
+use crate::options::SchemeOptions;
 use crate::scheme::MAX_GROUP;
 use crate::{Error, schemes};
 
@@ -50,24 +47,11 @@ pub struct Settings {
     pub client_quotas: bool,
     /// The allocation scheme.
     pub scheme: Scheme,
-    /// How the CPU is notified of requests, in schemes that use it.
-    pub control: ControlMode,
-    /// CPU cores that answer requests, in schemes by RPC. More cores than compute nodes have no
-    /// effect.
-    pub cores: u32,
+    /// Settings of the scheme, by name: see [`Settings::with`].
+    pub options: SchemeOptions,
     /// Time within which a new connection must attach to the NIC or be admitted as a compute node.
     /// Afterwards it is closed, which frees its slot.
     pub silence: Duration,
-    /// In scheme `onesidedmw`: allocation has QPs of its own (OneSidedMW §4.2). If false, each
-    /// access QP carries the chain that allocates for it; only for comparison.
-    pub separation: bool,
-    /// In schemes with a tree: a client whose CAS fails continues elsewhere and marks the contended
-    /// section (FineMem §4.1). If false, it retries in place and all searches begin at the same
-    /// section; only for comparison. In scheme `premmap-onesided`: the client applies a CAS only to
-    /// words that it has read as free.
-    pub contention_control: bool,
-    /// Limits of each compute node, in scheme `onesidedmw`.
-    pub budget: Budget,
     /// Limits the rate at which the CPU answers requests that fail by a compute node's own fault,
     /// in scheme `onesidedmw`, because each of them takes CPU time from other compute nodes. A
     /// service always sets it.
@@ -93,12 +77,8 @@ impl Default for Settings {
             clients_max: 256,
             client_quotas: true,
             scheme: schemes::ONESIDEDMW,
-            control: ControlMode::default(),
-            cores: 1,
-            separation: true,
-            contention_control: true,
+            options: SchemeOptions::default(),
             silence: Duration::from_secs(10),
-            budget: Budget::default(),
             paced: false,
             nic_windows: None,
             keep_resident_bytes: 64 << 20,
@@ -123,8 +103,12 @@ impl Settings {
     pub const GROUPS_MAX: u32 = 256;
     /// Maximum number of compute nodes.
     pub const CLIENTS_MAX: u32 = 4096;
-    /// Maximum number of cores.
-    pub const CORES_MAX: u32 = 4096;
+
+    /// These settings with an option of the scheme.
+    pub fn with(mut self, name: &'static str, value: impl Serialize) -> Self {
+        self.options.set(name, value);
+        self
+    }
 
     /// Number of whole chunks in the donated bytes.
     pub fn chunks(&self) -> u64 {
@@ -223,66 +207,24 @@ impl Settings {
             format!("must be 1 to {} compute nodes", Self::CLIENTS_MAX),
         )?;
         require(
-            (1..=Self::CORES_MAX).contains(&self.cores),
-            "cores",
-            self.cores,
-            format!("must be 1 to {} cores", Self::CORES_MAX),
-        )?;
-        require(
-            self.cores == 1 || self.scheme.needs_cpu(),
-            "cores",
-            self.cores,
-            format!("the CPU answers no requests in scheme {}; use 1", self.scheme),
-        )?;
-        require(
             (Duration::from_millis(1)..=Duration::from_secs(3600)).contains(&self.silence),
             "silence_ms",
             self.silence.as_millis(),
             "must be 1 ms to one hour",
         )?;
-        require(
-            self.separation || self.scheme == schemes::ONESIDEDMW && !self.budget.is_set(),
-            "separation",
-            self.separation,
-            "only scheme onesidedmw without budgets supports management without separate QPs",
-        )?;
-        require(
-            self.contention_control || self.scheme.is_by_cas(),
-            "contention_control",
-            self.contention_control,
-            "only schemes finemem, finemem-paper and premmap-onesided have contention control",
-        )?;
-        require(self.nic_windows != Some(0), "nic_windows", 0, "must be at least 1")?;
-        self.validate_budget()
-    }
-
-    fn validate_budget(&self) -> Result<(), Error> {
-        let budget = &self.budget;
-        if !budget.is_set() {
-            return Ok(());
+        for (name, value) in self.options.iter() {
+            require(
+                self.scheme.options.contains(&name),
+                name,
+                value,
+                format!("scheme {} does not have this setting", self.scheme),
+            )?;
         }
-        require(
-            self.scheme == schemes::ONESIDEDMW,
-            "scheme",
-            self.scheme,
-            "only scheme onesidedmw supports budgets, which use the NIC's counters; \
-             serve without --budget options",
-        )?;
-        for (name, limit) in
-            [("budget_requests_per_s", budget.requests_per_s), ("budget_chunks", budget.chunks)]
-        {
-            require(limit != Some(0), name, 0, "must be at least 1")?;
-        }
-        require(
-            (Duration::from_millis(1)..=Duration::from_secs(60)).contains(&budget.interval),
-            "budget_interval_ms",
-            budget.interval.as_millis(),
-            "must be 1 ms to 60 s",
-        )
+        require(self.nic_windows != Some(0), "nic_windows", 0, "must be at least 1")
     }
 }
 
-fn require(
+pub(crate) fn require(
     holds: bool,
     setting: &'static str,
     value: impl ToString,
@@ -293,56 +235,6 @@ fn require(
     }
     Err(Error::Setting { setting, value: value.to_string(), why: why.to_string() })
 }
-
-/// How the memory node's CPU is notified of requests.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ControlMode {
-    /// The CPU sleeps between requests.
-    #[default]
-    Event,
-    /// The CPU polls on a core of its own. On a machine with one core it yields.
-    Polling,
-}
-
-impl ControlMode {
-    /// All modes.
-    pub const ALL: &[ControlMode] = &[ControlMode::Event, ControlMode::Polling];
-
-    /// Name of the mode in reports and on command lines.
-    pub const fn name(self) -> &'static str {
-        match self {
-            ControlMode::Event => "event",
-            ControlMode::Polling => "polling",
-        }
-    }
-}
-
-macro_rules! named {
-    ($kind:ty, $setting:literal) => {
-        impl fmt::Display for $kind {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.pad(self.name())
-            }
-        }
-
-        impl FromStr for $kind {
-            type Err = Error;
-            fn from_str(s: &str) -> Result<Self, Error> {
-                Self::ALL.iter().copied().find(|k| k.name() == s).ok_or_else(|| {
-                    let names: Vec<_> = Self::ALL.iter().map(|k| k.name()).collect();
-                    Error::Setting {
-                        setting: $setting,
-                        value: s.to_string(),
-                        why: format!("must be one of {}", names.join(", ")),
-                    }
-                })
-            }
-        }
-    };
-}
-
-named!(ControlMode, "control");
 
 #[cfg(test)]
 mod tests {
@@ -355,41 +247,8 @@ mod tests {
 
     #[test]
     fn errors_name_the_setting() {
-        let budget =
-            |requests_per_s, interval| Budget { requests_per_s, interval, ..Budget::default() };
-        let fine = Duration::from_millis(50);
-        let cases: [(&str, Settings); 17] = [
-            (
-                "budget_requests_per_s",
-                Settings { budget: budget(Some(0), fine), ..Settings::default() },
-            ),
-            (
-                "budget_interval_ms",
-                Settings { budget: budget(Some(1), Duration::ZERO), ..Settings::default() },
-            ),
-            (
-                "scheme",
-                Settings {
-                    budget: budget(Some(1), fine),
-                    scheme: schemes::RPC_MW_2,
-                    ..Settings::default()
-                },
-            ),
-            (
-                "separation",
-                Settings { separation: false, scheme: schemes::RPC_MW_2, ..Settings::default() },
-            ),
-            ("contention_control", Settings { contention_control: false, ..Settings::default() }),
-            (
-                "contention_control",
-                Settings {
-                    contention_control: false,
-                    scheme: schemes::PREMMAP_RPC,
-                    ..Settings::default()
-                },
-            ),
-            ("cores", Settings { cores: 0, ..Settings::default() }),
-            ("cores", Settings { cores: 2, ..Settings::default() }),
+        let cases: [(&str, Settings); 10] = [
+            ("cores", Settings::default().with("cores", 2)),
             ("silence_ms", Settings { silence: Duration::ZERO, ..Settings::default() }),
             ("chunk_bytes", Settings { chunk_bytes: 256, ..Settings::default() }),
             ("chunk_bytes", Settings { chunk_bytes: 3 << 20, ..Settings::default() }),
@@ -408,13 +267,6 @@ mod tests {
                 Err(Error::Setting { setting, .. }) => assert_eq!(setting, name),
                 other => panic!("{name}: {other:?}"),
             }
-        }
-    }
-
-    #[test]
-    fn mode_names_are_read_back() {
-        for m in ControlMode::ALL {
-            assert_eq!(m.to_string().parse::<ControlMode>().unwrap(), *m);
         }
     }
 }

@@ -15,7 +15,7 @@ use pool::nic::{
 };
 use pool::{
     Address, EmbeddedNode, Endpoint, Error, GroupId, LocalNic, MultiPool, Options, Placement, Pool,
-    Scheme, Service, schemes,
+    Scheme, Service, Settings, schemes,
 };
 use rnic::nic::{SoftCq, SoftMr, SoftMw, SoftNic, SoftPd, SoftQp, SoftSrq};
 use verbs::{
@@ -176,7 +176,11 @@ fn without_chains() -> impl Iterator<Item = Scheme> {
 fn start(scheme: Scheme) -> Result<Service, Error> {
     let settings = settings(scheme, CHUNKS);
     let endpoint = Endpoint::Fresh;
-    Service::start_on(&settings, &endpoint, None, open, schemes::node_without_chains)
+    Service::start_on(&settings, &endpoint, None, open, &schemes::nodes_without_chains())
+}
+
+fn embedded(nic: PlainNic, settings: &Settings) -> Result<EmbeddedNode<PlainNic>, Error> {
+    EmbeddedNode::start_on(nic, settings, &schemes::nodes_without_chains(), schemes::clients())
 }
 
 /// Allocates, writes, reads, changes words, frees, and finds the chunk cleared afterwards.
@@ -209,7 +213,7 @@ fn schemes_without_chains_run_in_an_embedded_node() {
     for scheme in without_chains() {
         let nic = PlainNic(SoftNic::inline());
         let settings = settings(scheme, CHUNKS);
-        let node = EmbeddedNode::start_on(nic, &settings, schemes::node_without_chains).unwrap();
+        let node = embedded(nic, &settings).unwrap();
         let pool = Pool::embedded_in(&node.into(), options()).unwrap();
         check_use(&pool);
         assert_eq!(pool.node_status().unwrap().nic, "plain");
@@ -248,7 +252,7 @@ fn scheme_with_chains_is_refused_by_name() {
     for scheme in [schemes::ONESIDEDMW, schemes::ODRP] {
         let nic = PlainNic(SoftNic::inline());
         let settings = settings(scheme, CHUNKS);
-        let embedded = EmbeddedNode::start_on(nic, &settings, schemes::node_without_chains);
+        let embedded = embedded(nic, &settings);
         for error in [embedded.err().unwrap(), start(scheme).err().unwrap()] {
             let text = error.to_string();
             assert!(text.contains(scheme.name) && text.contains("plain lacks WAIT"), "{text}");
@@ -262,7 +266,8 @@ fn nic_without_sessions_refuses_to_be_attached() {
     let settings = settings(schemes::FINEMEM, CHUNKS);
     let endpoint = Endpoint::Fresh;
     let service =
-        Service::start_on(&settings, &endpoint, None, open, schemes::node_without_chains).unwrap();
+        Service::start_on(&settings, &endpoint, None, open, &schemes::nodes_without_chains())
+            .unwrap();
     assert_eq!(service.status().unwrap().nic, "plain");
     let error = Pool::connect(service.path(), options()).err().unwrap().to_string();
     assert!(error.contains("opens the NIC plain itself"), "{error}");

@@ -354,7 +354,7 @@ fn address_without_a_port_gets_the_default_port() {
 fn closed_management_connection_ends_waiting_requests() {
     let budget = Budget { requests_per_s: Some(200), ..Budget::default() };
     let listen = Listen::to_all("127.0.0.1:0".parse().unwrap());
-    let settings = Settings { budget, ..settings() };
+    let settings = settings().with("budget", budget);
     let service = Service::start_with(&settings, &Endpoint::Fresh, Some(&listen)).unwrap();
     let to = service.address().unwrap().into();
     let pool = Pool::connect_remote(&Remote { to, token: None, nic: None }, options()).unwrap();

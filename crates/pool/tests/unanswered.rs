@@ -9,15 +9,15 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use pool::protocol::{NodeHello, Status};
 use pool::{
-    AnyNode, ClientId, ConnectReply, ConnectRequest, ControlPlane, Error, GroupId, Lane,
-    MemoryNode, Options, Pool, Settings, schemes,
+    ClientId, ConnectReply, ConnectRequest, ControlPlane, Error, GroupId, Lane, MemoryNode,
+    Options, Pool, Settings, schemes,
 };
 use rnic::nic::SoftNic;
 use verbs::PeerAddress;
 
 /// A memory node whose CPU is idle, with a control plane that reports this when asked.
 struct Mute {
-    node: MemoryNode<AnyNode<SoftNic>>,
+    node: MemoryNode,
     welcome: NodeHello,
     client: Mutex<Option<ClientId>>,
     asked: Arc<AtomicU32>,
@@ -80,7 +80,7 @@ fn unanswered(open: bool) -> (Pool, Arc<AtomicU32>) {
         ..Settings::default()
     };
     let nic = SoftNic::inline();
-    let node = MemoryNode::new(AnyNode::new(&nic, &settings).unwrap(), settings);
+    let node = MemoryNode::new(schemes::nodes().node(&nic, &settings).unwrap(), settings);
     let welcome = node.welcome();
     let asked = Arc::new(AtomicU32::new(0));
     let control = Mute { node, welcome, client: Mutex::default(), asked: asked.clone(), open };

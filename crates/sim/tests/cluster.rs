@@ -8,6 +8,13 @@ use pool::{Options, Settings};
 use pool::{Scheme, schemes};
 use sim::{Cluster, ClusterSpec, NodeId, Params, Time, fiber};
 
+fn finemem<'a>(
+    scheme: &'a mut (dyn NodeScheme + 'static),
+) -> &'a mut pool::finemem::Node<sim::SimNic> {
+    let any: &mut dyn std::any::Any = scheme;
+    any.downcast_mut().expect("it is finemem")
+}
+
 fn spec(scheme: Scheme, clients: u32, cores: u32) -> ClusterSpec {
     let settings = Settings {
         donate_bytes: 4 << 20,
@@ -17,9 +24,9 @@ fn spec(scheme: Scheme, clients: u32, cores: u32) -> ClusterSpec {
         groups_max: 1,
         clients_max: clients,
         scheme,
-        cores,
         ..Settings::default()
     };
+    let settings = if cores > 1 { settings.with("cores", cores) } else { settings };
     ClusterSpec {
         params: Arc::new(Params::connectx5()),
         seed: 1,
@@ -241,19 +248,10 @@ fn recovery_completes_after_abort_in_any_step() {
         let settled = cluster.sim.now() + Time::us(1500);
         cluster.sim.run_until(|sim| sim.now() >= settled).expect("they allocate");
         let arm = |cluster: &mut Cluster| {
-            cluster
-                .with_scheme(|scheme| match scheme {
-                    pool::AnyNode::FineMem(node) => node.abort_after(steps),
-                    _ => unreachable!("it is finemem"),
-                })
-                .expect("a turn ends");
+            cluster.with_scheme(|scheme| finemem(scheme).abort_after(steps)).expect("a turn ends");
         };
         let broken = |cluster: &mut Cluster| {
-            let of = |scheme: &mut pool::AnyNode<_>| match scheme {
-                pool::AnyNode::FineMem(node) => node.aborts(),
-                _ => unreachable!("it is finemem"),
-            };
-            cluster.with_scheme(of).expect("a turn ends")
+            cluster.with_scheme(|scheme| finemem(scheme).aborts()).expect("a turn ends")
         };
         arm(&mut cluster);
         cluster.crash(fibers[0], &processes[0].function, processes[0].client);

@@ -8,9 +8,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use pool::finemem::Node;
+use pool::finemem::{Metadata, Node};
 use pool::remote::route::{Route, Start};
-use pool::scheme::{Metadata, NodeScheme};
+use pool::scheme::NodeScheme;
 use pool::{ClientId, ConnectRequest, Settings, schemes};
 
 use crate::bench::{BUFFER, Bench, How, REMOTE_ACCESS, SUCCESS};
@@ -68,7 +68,7 @@ pub fn chunks(bench: &mut Bench, how: How) -> Result<()> {
     let admitted = node.admit(ClientId(1), &admission)?;
     bench.connect(how, management.0, admitted.management[0], psn)?;
     bench.connect(how, access.0, admitted.groups[0][0], psn)?;
-    let metadata = admitted.metadata.context("the reply names no metadata")?;
+    let metadata = Metadata::of(&admitted).context("the reply names no metadata")?;
     let mut guest = ComputeNode { bench, management, metadata };
 
     // Allocates all chunks, until the pool is empty.

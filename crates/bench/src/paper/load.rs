@@ -4,6 +4,7 @@
 
 use pool::info::AccessKind;
 use pool::{Options, Scheme, Settings};
+use serde_json::Value;
 
 use super::churn::{self, Churn};
 use super::measure::{Outcome, Thread};
@@ -58,9 +59,9 @@ pub struct Load {
     /// True: the threads of a compute node share one connection, each with a QP group of its own.
     /// False: each thread has a connection of its own, and so its own management QPs.
     pub shared: bool,
-    /// See [`Settings::separation`].
+    /// See [`pool::onesidedmw::Options::separation`].
     pub separation: bool,
-    /// See [`Settings::contention_control`].
+    /// See [`pool::finemem::Options::contention_control`].
     pub contention_control: bool,
     /// Additional idle connections.
     pub idle: u32,
@@ -118,7 +119,7 @@ impl Load {
             Work::Replay(replay) => replay.donated(self.threads),
             _ => chunks * self.chunk_bytes,
         };
-        Settings {
+        let mut settings = Settings {
             donate_bytes,
             chunk_bytes: self.chunk_bytes,
             // One lane: each thread works on memory of its own.
@@ -128,11 +129,19 @@ impl Load {
             groups_max: self.threads_each(),
             clients_max: self.connections() + self.idle,
             scheme: self.scheme,
-            cores: self.cores.min(self.connections()),
-            separation: self.separation,
-            contention_control: self.contention_control,
             ..Settings::default()
+        };
+        let cores = self.cores.min(self.connections());
+        for (name, is_set, value) in [
+            ("cores", cores != 1, Value::from(cores)),
+            ("separation", !self.separation, false.into()),
+            ("contention_control", !self.contention_control, false.into()),
+        ] {
+            if is_set {
+                settings = settings.with(name, value);
+            }
         }
+        settings
     }
 
     /// Options of each connection.

@@ -11,6 +11,7 @@ use pool::{
     Address, Budget, ControlMode, Endpoint, Listen, Scheme, Service, Settings, Token, schemes,
 };
 use serde::Serialize;
+use serde_json::json;
 use units::Size;
 use units::number::thousands;
 
@@ -81,7 +82,7 @@ pub struct Serve {
     control: ControlMode,
 
     /// Control threads that serve requests in RPC schemes
-    #[arg(long, value_name = "CORES", default_value_t = Settings::default().cores)]
+    #[arg(long, value_name = "CORES", default_value_t = 1)]
     cores: u32,
 
     /// Disable separate management QPs in scheme onesidedmw: each access QP also carries the chain
@@ -222,29 +223,37 @@ impl Serve {
 
     fn settings(&self) -> anyhow::Result<Settings> {
         self.donation.check("serve")?;
-        let settings = Settings {
+        let mut settings = Settings {
             group_size: self.group_size,
             credits: self.credits,
             clients_max: self.clients,
             // A private memory node has a single user: the command that started it.
             client_quotas: !self.private,
             scheme: self.scheme,
-            control: self.control,
-            cores: self.cores,
-            separation: !self.no_separation,
-            contention_control: !self.no_contention_control,
             nic_windows: self.nic_windows,
             keep_resident_bytes: self.keep_resident.bytes(),
             silence: Duration::from_millis(self.silence_ms),
-            budget: Budget {
-                requests_per_s: self.budget_requests_per_s,
-                chunks: self.budget_chunks,
-                interval: Duration::from_millis(self.budget_interval_ms),
-                ..Budget::default()
-            },
             ..self.donation.settings()
         };
-        settings.validate().map_err(|error| match error {
+        let budget = Budget {
+            requests_per_s: self.budget_requests_per_s,
+            chunks: self.budget_chunks,
+            interval: Duration::from_millis(self.budget_interval_ms),
+            ..Budget::default()
+        };
+        let polling = self.control != ControlMode::default() && self.scheme.needs_cpu();
+        for (name, is_set, value) in [
+            ("control", polling, json!(self.control)),
+            ("cores", self.cores != 1, json!(self.cores)),
+            ("separation", self.no_separation, json!(false)),
+            ("contention_control", self.no_contention_control, json!(false)),
+            ("budget", budget.is_set(), json!(budget)),
+        ] {
+            if is_set {
+                settings = settings.with(name, value);
+            }
+        }
+        schemes::check(&settings).map_err(|error| match error {
             pool::Error::Setting { setting, value, why } => {
                 UsageError(format!("{}: {why}", option_of(setting, &value)), "serve").into()
             }
@@ -314,6 +323,7 @@ fn option_of(setting: &str, value: &str) -> String {
         setting => setting.replace('_', "-"),
     };
     match value {
+        value if value.starts_with('{') => format!("--{option}"),
         "false" => format!("--no-{option}"),
         _ => format!("--{option} {value}"),
     }

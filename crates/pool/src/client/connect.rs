@@ -11,7 +11,7 @@ use super::{Options, Pool};
 use crate::nic::{LocalFunction, NicOpener, RemoteFunction};
 use crate::protocol::NodeHello;
 use crate::remote::RoceEnd;
-use crate::{Address, Error, Remote};
+use crate::{Address, Error, Remote, schemes};
 
 /// Repeats the connection of a pool, with the given options.
 pub(super) type Reconnect<N> = Arc<dyn Fn(Options) -> Result<Pool<N>, Error> + Send + Sync>;
@@ -44,7 +44,8 @@ fn connect_local<O: NicOpener>(
     check_place(control.welcome())?;
     let LocalFunction { nic, session } = opener.open_local(path).map_err(not_admitted)?;
     let again = again(opener, Address::Shm(path.to_path_buf()));
-    Pool::from(nic, Box::new(control.with_session(session)), options, Some(again))
+    let control = Box::new(control.with_session(session));
+    Pool::from(nic, control, options, Some(again), &schemes::clients())
 }
 
 fn connect_remote<O: NicOpener>(
@@ -65,7 +66,8 @@ fn connect_remote<O: NicOpener>(
         RoceEnd::of(link, port).map(Some).map_err(|e| system(e.into()))
     })?;
     let nic = nic.expect("opened while it connected");
-    Pool::from(nic, Box::new(control), options, Some(again(opener, Address::Roce(to.clone()))))
+    let again = again(opener, Address::Roce(to.clone()));
+    Pool::from(nic, Box::new(control), options, Some(again), &schemes::clients())
 }
 
 /// Checks for a free client slot before QPs are created. The admission checks again.

@@ -9,12 +9,14 @@ use verbs::{Nic, PeerAddress};
 use super::control::ControlPlane;
 use crate::node::{MemoryNode, NodeThreads};
 use crate::protocol::{NodeHello, Status};
-use crate::scheme::{ClientId, ConnectReply, ConnectRequest, GroupId, Lane, NodeScheme};
+use crate::registry::{ClientRegistry, NodeRegistry};
+use crate::scheme::{ClientId, ConnectReply, ConnectRequest, GroupId, Lane};
 use crate::{DefaultNic, Error, Settings};
 
 /// A memory node in this process.
 pub struct EmbeddedNode<N: Nic = DefaultNic> {
     nic: N,
+    clients: ClientRegistry<N>,
     node: MemoryNode,
     node_threads: NodeThreads,
     /// Number of polls that did work; a change wakes threads that wait for memory.
@@ -22,14 +24,15 @@ pub struct EmbeddedNode<N: Nic = DefaultNic> {
 }
 
 impl<N: Nic> EmbeddedNode<N> {
-    /// Starts the memory node on `nic`, which its compute nodes share. `scheme` creates the scheme
-    /// that the settings select: see [`crate::schemes`].
+    /// Starts the memory node on `nic`, which its compute nodes share, with one of the schemes in
+    /// `nodes`. The compute nodes have the schemes in `clients`.
     pub fn start_on(
         nic: N,
         settings: &Settings,
-        scheme: impl FnOnce(&N, &Settings) -> Result<Box<dyn NodeScheme>, Error>,
+        nodes: &NodeRegistry<N>,
+        clients: ClientRegistry<N>,
     ) -> Result<Self, Error> {
-        let node = MemoryNode::new(scheme(&nic, settings)?, settings.clone());
+        let node = MemoryNode::new(nodes.node(&nic, settings)?, settings.clone());
         let polls = Arc::new((Mutex::new(0), Condvar::new()));
         let turned = polls.clone();
         node.on_poll(move || {
@@ -37,12 +40,17 @@ impl<N: Nic> EmbeddedNode<N> {
             turned.1.notify_all();
         });
         let node_threads = NodeThreads::start(&node)?;
-        Ok(Self { nic, node, node_threads, polls })
+        Ok(Self { nic, clients, node, node_threads, polls })
     }
 
     /// The memory node's NIC.
     pub fn nic(&self) -> &N {
         &self.nic
+    }
+
+    /// The schemes of the compute nodes.
+    pub(super) fn clients(&self) -> &ClientRegistry<N> {
+        &self.clients
     }
 
     /// The memory node.

@@ -3,7 +3,6 @@
 use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::time::Duration;
 
 use parking_lot::Mutex;
 use verbs::{MemoryRegion, Nic, QpChange, Qpn, QueuePair};
@@ -39,8 +38,8 @@ pub(super) struct Inner<N: Nic> {
     pub(super) options: Options,
     /// `None` if the caller has supplied the NIC.
     pub(super) reconnect: Option<Reconnect<N>>,
-    /// Chunks held or requested, if a budget limits them.
-    pub(super) held: AtomicU64,
+    /// Requests go over access QPs, which are re-established together with the management QPs.
+    pub(super) shared: bool,
     pub(super) max_inline: usize,
     /// Maximum number of operations posted with one doorbell.
     pub(super) burst: usize,
@@ -107,7 +106,6 @@ impl<N: Nic> Inner<N> {
     ) -> Result<Grant, Error> {
         self.check_group(group)?;
         self.reopen_management()?;
-        self.reserve_chunk()?;
         let mut result = self.ask_for(group, bytes).await;
         for _ in 0..TRIES {
             // Without separation, a failed access of another thread breaks the QP. The memory node
@@ -123,14 +121,10 @@ impl<N: Nic> Inner<N> {
                 self.allocations.fetch_add(1, Ordering::Relaxed);
             }
             Err(Error::OutOfMemory { .. }) => {
-                self.held.fetch_sub(1, Ordering::Relaxed);
                 self.seen_empty.store(self.bulletin().1, Ordering::Relaxed);
                 self.empty.fetch_add(1, Ordering::Relaxed);
             }
-            Err(_) => {
-                self.held.fetch_sub(1, Ordering::Relaxed);
-                self.recover_request().await?;
-            }
+            Err(_) => self.recover_request().await?,
         }
         result.map(|grant| grant.with_connection(self.connection))
     }
@@ -161,7 +155,6 @@ impl<N: Nic> Inner<N> {
         match &result {
             Ok(()) => {
                 self.frees.fetch_add(1, Ordering::Relaxed);
-                self.held.fetch_sub(1, Ordering::Relaxed);
             }
             Err(Error::NotYours { .. }) => {}
             Err(_) => self.recover_request().await?,
@@ -183,25 +176,7 @@ impl<N: Nic> Inner<N> {
     }
 
     pub(super) fn is_broken_by_access<T>(&self, result: &Result<T, Error>) -> bool {
-        !self.welcome.separation && matches!(result, Err(Error::ManagementBroken { .. }))
-    }
-
-    /// Counts a requested chunk. Fails if the memory node would close the management connection for
-    /// it.
-    pub(super) fn reserve_chunk(&self) -> Result<(), Error> {
-        let held = self.held.fetch_add(1, Ordering::Relaxed);
-        let Some(budget) = self.welcome.budget_chunks.filter(|budget| held >= *budget) else {
-            return Ok(());
-        };
-        self.held.fetch_sub(1, Ordering::Relaxed);
-        Err(Error::OverBudget {
-            attempt: "allocating a chunk".into(),
-            why: format!(
-                "this compute node holds {held} chunks and its budget is {budget}: free some, or \
-                 have the operator raise --budget-chunks"
-            ),
-            retry_after: Duration::ZERO,
-        })
+        self.shared && matches!(result, Err(Error::ManagementBroken { .. }))
     }
 
     /// Fails if another connection issued the grant.
@@ -249,7 +224,7 @@ impl<N: Nic> Inner<N> {
             return Ok(());
         }
         *repairs += 1;
-        if !self.welcome.separation {
+        if self.shared {
             return self.reset_everything(None);
         }
         self.scheme.reset()?;
@@ -303,7 +278,7 @@ impl<N: Nic> Inner<N> {
     /// Re-establishes an access QP after an operation that was posted in `epoch` failed, unless
     /// another thread has done so.
     pub(super) fn recover(&self, access_qp: &AccessQp<N>, epoch: u64) -> Result<(), Error> {
-        if self.welcome.separation {
+        if !self.shared {
             return access_qp.recover(epoch, &*self.control);
         }
         let mut repairs = self.repair.lock();

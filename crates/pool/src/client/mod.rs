@@ -39,7 +39,7 @@ use self::detached::Detached;
 use self::embedded::LocalControl;
 use self::inner::Inner;
 use crate::protocol::{NodeHello, Status};
-use crate::registry;
+use crate::registry::{ClientParts, ClientRegistry};
 use crate::scheme::{
     CasStats, ConnectRequest, ConnectionEpoch, Grant, GroupId, QPS_MAX, WhenIdle, bulletin,
 };
@@ -127,7 +127,17 @@ pub struct PoolStats {
 impl<N: Nic> Pool<N> {
     /// Connects over `nic` to the memory node that `control` is connected to.
     pub fn over(nic: N, control: Box<dyn ControlPlane>, options: Options) -> Result<Self, Error> {
-        Self::from(nic, control, options, None)
+        Self::over_with(nic, control, options, &schemes::clients())
+    }
+
+    /// Like [`Pool::over`], with the schemes in `clients`.
+    pub fn over_with(
+        nic: N,
+        control: Box<dyn ControlPlane>,
+        options: Options,
+        clients: &ClientRegistry<N>,
+    ) -> Result<Self, Error> {
+        Self::from(nic, control, options, None, clients)
     }
 
     /// Connects another compute node to a memory node inside this process.
@@ -135,7 +145,8 @@ impl<N: Nic> Pool<N> {
         let control = Box::new(LocalControl::new(embedded.clone()));
         let node = embedded.clone();
         let again: Reconnect<N> = Arc::new(move |options| Self::embedded_in(&node, options));
-        Self::from(embedded.nic().clone(), control, options, Some(again))
+        let nic = embedded.nic().clone();
+        Self::from(nic, control, options, Some(again), embedded.clients())
     }
 
     /// Connects again to the memory node of this pool, with the same options. For use after
@@ -160,20 +171,23 @@ impl<N: Nic> Pool<N> {
         control: Box<dyn ControlPlane>,
         options: Options,
         reconnect: Option<Reconnect<N>>,
+        clients: &ClientRegistry<N>,
     ) -> Result<Self, Error> {
         let welcome = control.welcome().clone();
         let groups = checked_groups(&options, &welcome)?;
         let pd = nic.alloc_pd()?;
         let lanes = checked_lanes(&welcome)?;
-        // Without separation, replies to allocations arrive on the access QPs.
-        let receives = if welcome.separation { 0 } else { welcome.credits };
+        let (info, family) = clients.known(&welcome.scheme)?;
+        let receives = family.access_receives(&welcome);
         let groups = (0..groups)
             .map(|g| Group::new(&nic, &pd, GroupId(g), lanes, options.send_blocks, receives))
             .collect::<Result<Vec<_>, _>>()?;
-        let info = schemes::find(&welcome.scheme)?;
         let first = |g: &Group<N>| (g.qps[0].qp().clone(), g.completer.clone());
         let access: Vec<_> = groups.iter().map(first).collect();
-        let scheme = registry::client(&nic, &pd, &welcome, &access)?;
+        let parts = ClientParts { nic: &nic, pd: &pd, hello: &welcome, access: &access };
+        let scheme = family.client(&parts)?;
+        let mut shared = false;
+        scheme.each_queue(&mut |queue| shared |= queue.is_shared());
         let page_bytes = match scheme.access() {
             crate::scheme::Access::OneSided => None,
             crate::scheme::Access::Paged(pages) => Some(pages.page_bytes()),
@@ -201,12 +215,12 @@ impl<N: Nic> Pool<N> {
             seen_empty: AtomicU32::new(0),
             info,
             page_bytes,
+            shared,
             connection: ConnectionEpoch { incarnation: welcome.incarnation, client: terms.client },
             terms,
             welcome,
             options,
             reconnect,
-            held: AtomicU64::new(0),
             repair: Mutex::default(),
             probe: Mutex::default(),
             abandoned: Mutex::new(Vec::new()),

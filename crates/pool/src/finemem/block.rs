@@ -9,6 +9,7 @@ use std::ops::Range;
 
 use super::header::{CHUNK_ORDER_MAX, CHUNKS, PARTS_ORDER_MAX, SPAN_ORDER_MAX, SPANS};
 use super::layout::{Shape, Word};
+pub use crate::blocks::{BLOCK_BYTES_MAX, Block, CHUNK_ORDER, ORDERS, Order};
 use crate::index::{ChunkIndex, IndexRange, index_type};
 
 index_type! {
@@ -31,23 +32,13 @@ index_type! {
     SpanOffset
 }
 
-index_type! {
-    /// Logarithm of a block's length in chunks.
-    Order
-}
-
-/// Number of orders.
-pub const ORDERS: u32 = SECTION_ORDER.raw() + PARTS_ORDER_MAX + 1;
 /// Chunks of a section.
 pub const SECTION: u32 = CHUNKS * SPANS;
-/// The order of a chunk.
-pub const CHUNK_ORDER: Order = Order::new(0);
 /// The order of a span.
 pub const SPAN_ORDER: Order = Order::new(CHUNK_ORDER_MAX + 1);
 /// The order of a section.
 pub const SECTION_ORDER: Order = SPAN_ORDER.plus(SPAN_ORDER_MAX);
-/// Maximum bytes of a block: the largest length of a window.
-pub const BLOCK_BYTES_MAX: u64 = 1 << 31;
+const _: () = assert!(ORDERS == SECTION_ORDER.raw() + PARTS_ORDER_MAX + 1);
 const _: () = assert!(SPAN_ORDER.chunks() == CHUNKS && SECTION_ORDER.chunks() == SECTION);
 
 impl ChunkIndex {
@@ -124,21 +115,6 @@ impl SpanOffset {
 }
 
 impl Order {
-    /// All orders, ascending.
-    pub fn all() -> impl DoubleEndedIterator<Item = Self> + Clone {
-        (CHUNK_ORDER..Self::new(ORDERS)).iter()
-    }
-
-    /// The orders up to this one, ascending.
-    pub fn up_to(self) -> impl DoubleEndedIterator<Item = Self> {
-        (CHUNK_ORDER..self.plus(1)).iter()
-    }
-
-    /// Number of chunks.
-    pub const fn chunks(self) -> u32 {
-        1 << self.raw()
-    }
-
     /// The layer whose headers hold the blocks.
     pub const fn layer(self) -> Layer {
         if self.raw() < SPAN_ORDER.raw() { Layer::Span } else { Layer::Section }
@@ -213,54 +189,10 @@ impl Place {
     }
 }
 
-/// A block: an aligned run of 2^order chunks.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct Block {
-    /// The block's first chunk.
-    pub chunk: ChunkIndex,
-    /// Logarithm of the block's length in chunks.
-    pub order: Order,
-}
-
 impl Block {
-    /// The block of an order with this number: its position among the blocks of the order.
-    pub const fn nth(order: Order, number: u32) -> Self {
-        Self { chunk: ChunkIndex::new(number << order.raw()), order }
-    }
-
-    /// The block of an order that contains a chunk.
-    pub const fn around(chunk: ChunkIndex, order: Order) -> Self {
-        Self::nth(order, chunk.raw() >> order.raw())
-    }
-
-    /// A chunk as a block of its own.
-    pub const fn of_chunk(chunk: ChunkIndex) -> Self {
-        Self { chunk, order: CHUNK_ORDER }
-    }
-
     /// A section as a block of its own.
     pub const fn section(section: SectionIndex) -> Self {
         Self { chunk: section.first_chunk(), order: SECTION_ORDER }
-    }
-
-    /// Position among the blocks of its order.
-    pub const fn number(self) -> u32 {
-        self.chunk.raw() >> self.order.raw()
-    }
-
-    /// The chunk after the block.
-    pub const fn end(self) -> ChunkIndex {
-        self.chunk.plus(self.order.chunks())
-    }
-
-    /// The block's chunks.
-    pub const fn chunks(self) -> Range<ChunkIndex> {
-        self.chunk..self.end()
-    }
-
-    /// The block of the same order with which this one merges into a block of the next order.
-    pub const fn buddy(self) -> Self {
-        Self::nth(self.order, self.number() ^ 1)
     }
 
     /// Sections of the block, if it has several.

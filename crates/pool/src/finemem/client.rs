@@ -18,6 +18,7 @@ use super::header::User;
 use super::layout::{Functions, Shape, Word};
 use super::log::Capability;
 use super::map::Map;
+use super::options::{Metadata, Options};
 use super::release::Release;
 use super::tree::{BATCH, Verbs};
 use crate::Error;
@@ -95,7 +96,7 @@ impl<N: Nic> Client<N> {
             in_flight: credits,
             scheme,
             chunk_bytes: welcome.chunk_bytes,
-            contention_control: welcome.contention_control,
+            contention_control: Options::told(welcome)?.contention_control,
             functions: welcome.functions,
             lanes: (welcome.group_size as usize).saturating_sub(1).clamp(1, MAX_GROUP),
             alone: Credits::new(1),
@@ -489,7 +490,7 @@ impl<N: Nic> ClientScheme for Client<N> {
     }
 
     fn accept(&self, terms: &ConnectReply) -> Result<(), Error> {
-        let Some(m) = &terms.metadata else { return Ok(()) };
+        let Some(m) = Metadata::of(terms) else { return Ok(()) };
         let shape = Shape { chunks: m.chunks, chunk_bytes: terms.chunk_bytes };
         let Some(user) = User::new(m.user) else { return Ok(()) };
         let metadata = Remote { addr: m.addr, rkey: Key(m.rkey) };

@@ -18,8 +18,9 @@
 
 use std::ops::Range;
 
-use super::block::{BLOCK_BYTES_MAX, Block, Layer, Order, SECTION, SectionIndex, SpanIndex};
+use super::block::{Block, Layer, Order, SECTION, SectionIndex, SpanIndex};
 use super::header::{CHUNKS, SPANS};
+pub use crate::blocks::Shape;
 use crate::index::{ChunkIndex, EntryId, IndexRange, index_type};
 
 index_type! {
@@ -64,15 +65,6 @@ impl Functions {
     }
 }
 
-/// Size of a tree.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Shape {
-    /// Chunks.
-    pub chunks: u32,
-    /// Bytes of a chunk.
-    pub chunk_bytes: u64,
-}
-
 impl Shape {
     /// Sections; the last section may be incomplete.
     pub fn sections(self) -> u32 {
@@ -82,11 +74,6 @@ impl Shape {
     /// Spans that have a header.
     pub fn spans(self) -> u32 {
         self.sections() * SPANS
-    }
-
-    /// All chunks.
-    pub fn each_chunk(self) -> impl DoubleEndedIterator<Item = ChunkIndex> {
-        (ChunkIndex::new(0)..self.end()).iter()
     }
 
     /// All spans that have a header.
@@ -99,29 +86,9 @@ impl Shape {
         (SectionIndex::new(0)..self.sections_end()).iter()
     }
 
-    /// All entries of the capability table.
-    pub fn each_entry(self) -> impl DoubleEndedIterator<Item = EntryId> {
-        (EntryId::new(0)..self.entries_end()).iter()
-    }
-
-    /// All blocks of an order that lie completely within the pool.
-    pub fn each_block(self, order: Order) -> impl Iterator<Item = Block> {
-        (0..self.blocks(order)).map(move |number| Block::nth(order, number))
-    }
-
-    /// The chunk after the last one.
-    pub fn end(self) -> ChunkIndex {
-        ChunkIndex::new(self.chunks)
-    }
-
     /// The section after the last one.
     pub fn sections_end(self) -> SectionIndex {
         SectionIndex::new(self.sections())
-    }
-
-    /// The entry after the last one.
-    pub fn entries_end(self) -> EntryId {
-        EntryId::new(self.entries())
     }
 
     /// The chunks of a section that lie within the pool.
@@ -133,42 +100,6 @@ impl Shape {
     /// Number of chunks of a span that lie within the pool.
     pub fn chunks_of(self, span: SpanIndex) -> u32 {
         self.chunks.saturating_sub(span.first_chunk().raw()).min(CHUNKS)
-    }
-
-    /// Number of blocks of an order that lie completely within the pool.
-    pub fn blocks(self, order: Order) -> u32 {
-        if self.block_bytes(order) > BLOCK_BYTES_MAX { 0 } else { self.chunks >> order.raw() }
-    }
-
-    /// True if a block has a window: it lies completely within the pool.
-    pub fn has_block(self, block: Block) -> bool {
-        block.number() < self.blocks(block.order)
-    }
-
-    /// Bytes of a block.
-    pub fn block_bytes(self, order: Order) -> u64 {
-        self.chunk_bytes << order.raw()
-    }
-
-    /// Offset of a block in the donated memory, and its bytes.
-    pub fn range(self, block: Block) -> (u64, u64) {
-        (u64::from(block.chunk.raw()) * self.chunk_bytes, self.block_bytes(block.order))
-    }
-
-    /// The order of the largest block.
-    pub fn order_max(self) -> Order {
-        Order::all().rev().find(|order| self.blocks(*order) > 0).unwrap_or_default()
-    }
-
-    /// The order of the smallest block of at least `bytes`; `None` if no block is as large.
-    pub fn order_for(self, bytes: u64) -> Option<Order> {
-        self.order_max().up_to().find(|order| self.block_bytes(*order) >= bytes)
-    }
-
-    /// The order in a message; `None` if no block has this order.
-    pub fn order(self, word: u64) -> Option<Order> {
-        let order = u32::try_from(word).ok().map(Order::new);
-        order.filter(|order| *order <= self.order_max())
     }
 
     /// A section's header.
@@ -188,43 +119,6 @@ impl Shape {
 
     fn capabilities(self) -> u32 {
         self.sections() + self.spans() + self.chunks
-    }
-
-    /// Entries of the capability table.
-    pub fn entries(self) -> u32 {
-        Order::all().map(|order| self.blocks(order)).sum()
-    }
-
-    /// The entry of a block.
-    pub fn entry(self, block: Block) -> EntryId {
-        let smaller = Order::all().take_while(|order| *order < block.order);
-        EntryId::new(smaller.map(|order| self.blocks(order)).sum::<u32>() + block.number())
-    }
-
-    /// The block of an entry; `None` if the entry is beyond the table.
-    pub fn block(self, entry: EntryId) -> Option<Block> {
-        let mut left = entry.raw();
-        for order in Order::all() {
-            let blocks = self.blocks(order);
-            if left < blocks {
-                return Some(Block::nth(order, left));
-            }
-            left -= blocks;
-        }
-        None
-    }
-
-    /// Splits `range` by the order of the blocks. Yields each order, its first entry, and the
-    /// entries of that order within the range.
-    pub fn by_order(
-        self,
-        range: Range<EntryId>,
-    ) -> impl Iterator<Item = (Order, EntryId, Range<EntryId>)> {
-        Order::all().scan(EntryId::new(0), move |next, order| {
-            let base = *next;
-            *next = base.plus(self.blocks(order));
-            Some((order, base, range.start.max(base)..range.end.min(*next)))
-        })
     }
 
     /// The headers that show whether any block of these entries is taken; never more headers than
@@ -260,6 +154,7 @@ impl Shape {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::blocks::BLOCK_BYTES_MAX;
     use crate::finemem::header::Record;
     use crate::finemem::log::FullLog;
     use proptest::prelude::*;

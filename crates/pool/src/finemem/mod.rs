@@ -38,6 +38,7 @@ pub mod layout;
 pub mod log;
 mod map;
 mod node;
+mod options;
 mod peer;
 mod release;
 mod scan;
@@ -48,10 +49,16 @@ mod words;
 pub use allocation_view::AllocationView;
 pub use client::Client;
 pub use node::Node;
+pub use options::{Metadata, Options};
 pub use scan::ReleaseTimes;
+
+use verbs::Nic;
 
 use crate::Error;
 use crate::info::{AccessKind, Allocator, Isolation, Need, ReleaseTime, Scheme, SchemeInfo, Sizes};
+use crate::registry::{self, ClientFamily, ClientParts, NodeFamily};
+use crate::scheme::{ClientScheme, NodeScheme};
+use crate::settings::Settings;
 
 /// Capabilities that the schemes need.
 const NEEDS: &[Need] =
@@ -75,6 +82,7 @@ pub const FINEMEM: Scheme = &SchemeInfo {
     needs: NEEDS,
     chunk_bytes: None,
     chunks_max: CHUNKS_MAX,
+    options: &["contention_control"],
     unsafe_because: None,
 };
 
@@ -91,6 +99,7 @@ pub const FINEMEM_PAPER: Scheme = &SchemeInfo {
     needs: NEEDS,
     chunk_bytes: None,
     chunks_max: CHUNKS_MAX,
+    options: &["contention_control"],
     unsafe_because: Some(
         "a freed block is reused while its last owner's key is still valid, and is not cleared; \
          keys have 8 secret bits and can be guessed",
@@ -110,12 +119,42 @@ pub const PREMMAP_ONESIDED: Scheme = &SchemeInfo {
     needs: NEEDS,
     chunk_bytes: None,
     chunks_max: CHUNKS_MAX,
+    options: &["contention_control"],
     unsafe_because: Some(GUESSABLE),
 };
 
+/// The schemes of this module.
+pub const SCHEMES: &[Scheme] = &[FINEMEM, FINEMEM_PAPER, PREMMAP_ONESIDED];
+
+/// Registers the schemes of this module.
+pub struct Family;
+
+impl registry::Family for Family {
+    fn schemes(&self) -> &'static [Scheme] {
+        SCHEMES
+    }
+
+    fn check(&self, settings: &Settings) -> Result<(), Error> {
+        Options::of(settings).map(drop)
+    }
+}
+
+impl<N: Nic> NodeFamily<N> for Family {
+    fn node(&self, nic: &N, settings: &Settings) -> Result<Box<dyn NodeScheme>, Error> {
+        Ok(Box::new(Node::new(nic, settings)?))
+    }
+}
+
+impl<N: Nic> ClientFamily<N> for Family {
+    fn client(&self, parts: &ClientParts<'_, N>) -> Result<Box<dyn ClientScheme>, Error> {
+        let ClientParts { nic, pd, hello, .. } = *parts;
+        Ok(Box::new(Client::new(nic, pd, hello)?))
+    }
+}
+
 /// The scheme of this name.
 fn find(name: &str) -> Result<Scheme, Error> {
-    let all = [FINEMEM, FINEMEM_PAPER, PREMMAP_ONESIDED];
+    let all = SCHEMES.iter().copied();
     all.into_iter().find(|scheme| scheme.name == name).ok_or_else(|| crate::scheme::unknown(name))
 }
 

@@ -14,25 +14,26 @@ use super::keys::Keys;
 use super::layout::Shape;
 use super::log::Capability;
 use super::map::Map;
+use super::options::{Admitted, Metadata, Options};
 use super::peer::{Leaving, Peer, PeerResources};
 use super::release::Release;
 use super::scan::{ReleaseTimes, Scan};
 use super::table::initial;
 use super::words::{Words, now};
-use crate::Error;
 use crate::client_table::{Admission, ClientTable, refuse};
 use crate::remote::Start;
 use crate::scheme::{
-    ClientId, ConnectReply, ConnectRequest, CpuEvents, GroupId, Lane, Metadata, NodeScheme,
-    NodeStatus, QpSet,
+    ClientId, ConnectReply, ConnectRequest, Cpu, GroupId, Lane, NodeScheme, NodeStatus, QpSet,
 };
 use crate::settings::Settings;
 use crate::wakeup::CqEvents;
+use crate::{Error, options};
 
 /// The memory node of the schemes in which the client allocates.
 pub struct Node<N: Nic> {
     pub(super) nic: N,
     settings: Settings,
+    options: Options,
     pub(super) shape: Shape,
     pub(super) memory: DmaMemory,
     metadata_pd: N::Pd,
@@ -58,6 +59,7 @@ impl<N: Nic> Node<N> {
     /// Donates memory according to `settings`, with a window bound for every block.
     pub fn new(nic: &N, settings: &Settings) -> Result<Self, Error> {
         settings.validate()?;
+        let options = Options::of(settings)?;
         settings.scheme.check_caps(&nic.caps())?;
         let shape = Shape { chunks: settings.chunks() as u32, chunk_bytes: settings.chunk_bytes };
         let functions = function::needed(nic, shape, settings)?;
@@ -66,7 +68,7 @@ impl<N: Nic> Node<N> {
         let memory = nic.alloc_thin(bytes as usize, unit as usize, settings.kept_bytes())?;
         let release = Release::of(settings.scheme);
         let words = Words::new(nic.alloc_dma(shape.words() as usize * 8)?);
-        let map = Map::new(settings.scheme, shape, User::NOBODY, settings.contention_control);
+        let map = Map::new(settings.scheme, shape, User::NOBODY, options.contention_control);
         if let Map::Tree(_) = map {
             initial(shape, |at, word| words.store(at, word));
         }
@@ -82,6 +84,7 @@ impl<N: Nic> Node<N> {
         Ok(Self {
             nic: nic.clone(),
             settings: settings.clone(),
+            options,
             shape,
             memory,
             metadata_pd,
@@ -170,14 +173,15 @@ impl<N: Nic> NodeScheme for Node<N> {
         };
         let peer = Peer::new(&common, user, request)?;
         let management = vec![peer.management.qp.qpn().raw()];
+        let metadata = Some(Metadata {
+            addr: self.metadata.memory().addr(),
+            rkey: peer.key.0,
+            user: user.raw(),
+            data: self.memory.addr(),
+            chunks: self.shape.chunks,
+        });
         let admitted = ConnectReply {
-            metadata: Some(Metadata {
-                addr: self.metadata.memory().addr(),
-                rkey: peer.key.0,
-                user: user.raw(),
-                data: self.memory.addr(),
-                chunks: self.shape.chunks,
-            }),
+            terms: options::terms(&Admitted { metadata }),
             ..ConnectReply::of(&self.settings, client, management, &peer.access)
         };
         self.names.lock().insert(user, client);
@@ -251,8 +255,12 @@ impl<N: Nic> NodeScheme for Node<N> {
         self.keys.functions().len() as u32
     }
 
-    fn events(&self) -> Option<Arc<dyn CpuEvents>> {
-        Some(self.events.clone())
+    fn cpu(&mut self) -> Cpu {
+        Cpu { events: Some(self.events.clone()), ..Cpu::default() }
+    }
+
+    fn terms(&self) -> options::Terms {
+        options::terms(&self.options)
     }
 
     fn status(&mut self) -> Result<NodeStatus, Error> {

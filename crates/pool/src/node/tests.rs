@@ -1,6 +1,7 @@
 //! Tests of a memory node whose NIC refuses operations.
 
 use super::*;
+use crate::options::Terms;
 
 /// A scheme that admits every compute node; its first calls of `retire` fail.
 struct Stubborn {
@@ -18,7 +19,7 @@ impl NodeScheme for Stubborn {
             credits: 1,
             management: Vec::new(),
             groups: Vec::new(),
-            metadata: None,
+            terms: Terms::new(),
         })
     }
 
@@ -74,7 +75,7 @@ impl NodeScheme for Stubborn {
 #[test]
 fn failed_retire_keeps_the_chunks_and_is_retried() {
     let stubborn = Stubborn { here: BTreeSet::new(), refusals: 2 };
-    let node = MemoryNode::new(stubborn, Settings::default());
+    let node = MemoryNode::new(Box::new(stubborn), Settings::default());
     let admit = || ClientId(node.admit(&ConnectRequest::default()).unwrap().client);
     let (first, second) = (admit(), admit());
     node.retire(first);
@@ -95,8 +96,10 @@ fn failed_retire_keeps_the_chunks_and_is_retried() {
 
 #[test]
 fn management_is_open_is_answered_by_the_scheme() {
-    let node =
-        MemoryNode::new(Stubborn { here: BTreeSet::new(), refusals: 0 }, Settings::default());
+    let node = MemoryNode::new(
+        Box::new(Stubborn { here: BTreeSet::new(), refusals: 0 }),
+        Settings::default(),
+    );
     let admit = || ClientId(node.admit(&ConnectRequest::default()).unwrap().client);
     let (first, second) = (admit(), admit());
     assert!(node.management_is_open(first).unwrap());
@@ -106,8 +109,10 @@ fn management_is_open_is_answered_by_the_scheme() {
 
 #[test]
 fn admit_refuses_invalid_and_duplicate_qp_numbers() {
-    let node =
-        MemoryNode::new(Stubborn { here: BTreeSet::new(), refusals: 0 }, Settings::default());
+    let node = MemoryNode::new(
+        Box::new(Stubborn { here: BTreeSet::new(), refusals: 0 }),
+        Settings::default(),
+    );
     let (last, beyond) = (Qpn::MAX, Qpn::MAX + 1);
     for (management, group, why) in [
         (vec![last], vec![1, 2], None),

@@ -55,8 +55,14 @@ mod tests;
 pub use client::Client;
 pub use node::Node;
 
+use verbs::Nic;
+use verbs::direct::DirectNic;
+
+use crate::Error;
 use crate::info::{AccessKind, Allocator, Isolation, Need, ReleaseTime, Scheme, SchemeInfo, Sizes};
-use crate::settings::CHUNKS_MAX;
+use crate::registry::{self, ClientFamily, ClientParts, NodeFamily};
+use crate::scheme::{ClientScheme, NodeScheme};
+use crate::settings::{CHUNKS_MAX, Settings};
 
 /// Scheme `odrp`: pages of 4 KiB behind a page table for each client. A chain of work requests
 /// translates every access.
@@ -71,8 +77,34 @@ pub const ODRP: Scheme = &SchemeInfo {
     needs: &[Need::Chains, Need::BigEndianAtomics],
     chunk_bytes: Some(PAGE_BYTES as u64),
     chunks_max: CHUNKS_MAX,
+    options: &[],
     unsafe_because: None,
 };
+
+/// The schemes of this module.
+pub const SCHEMES: &[Scheme] = &[ODRP];
+
+/// Registers the schemes of this module.
+pub struct Family;
+
+impl registry::Family for Family {
+    fn schemes(&self) -> &'static [Scheme] {
+        SCHEMES
+    }
+}
+
+impl<N: DirectNic> NodeFamily<N> for Family {
+    fn node(&self, nic: &N, settings: &Settings) -> Result<Box<dyn NodeScheme>, Error> {
+        Ok(Box::new(Node::new(nic.clone(), settings.clone())?))
+    }
+}
+
+impl<N: Nic> ClientFamily<N> for Family {
+    fn client(&self, parts: &ClientParts<'_, N>) -> Result<Box<dyn ClientScheme>, Error> {
+        let ClientParts { nic, pd, hello, .. } = *parts;
+        Ok(Box::new(Client::new(nic, pd, hello)?))
+    }
+}
 
 /// Bytes of a page.
 pub const PAGE_BYTES: usize = 4096;

@@ -23,7 +23,7 @@ use crate::chain::reclaimer::{Reclaimer, Task, Urgency, WAITING};
 use crate::client_table::{AccessQps, Admission, ClientTable, refuse};
 use crate::remote::Start;
 use crate::scheme::{
-    ClientId, ConnectReply, ConnectRequest, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, QpSet,
+    ClientId, ConnectReply, ConnectRequest, Cpu, GroupId, Lane, NodeScheme, NodeStatus, QpSet,
 };
 use crate::wakeup::CqEvents;
 use crate::{Error, Settings};
@@ -459,8 +459,8 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         self.clients.set_start(client, part, start);
     }
 
-    fn events(&self) -> Option<Arc<dyn CpuEvents>> {
-        Some(self.events.clone())
+    fn cpu(&mut self) -> Cpu {
+        Cpu { events: Some(self.events.clone()), ..Cpu::default() }
     }
 
     fn status(&mut self) -> Result<NodeStatus, Error> {

@@ -12,7 +12,7 @@ impl<N: DirectNic> Node<N> {
     /// Checks the counters of the management QPs, once per interval. Returns true if it closed a
     /// connection.
     pub(super) fn check_budgets(&mut self) -> Result<bool, Error> {
-        let budget = self.settings.budget.clone();
+        let budget = self.options.budget.clone();
         if !budget.is_set() {
             return Ok(false);
         }
@@ -57,7 +57,7 @@ impl<N: DirectNic> Node<N> {
         client: ClientId,
         c: &mut Connection<N>,
     ) -> Result<(), Error> {
-        let budget = &self.settings.budget;
+        let budget = &self.options.budget;
         if !budget.is_set() {
             return Ok(());
         }
@@ -77,7 +77,7 @@ impl<N: DirectNic> Node<N> {
 
     /// State of the budgets; `None` if no budget is set.
     pub(super) fn budget_status(&self) -> Option<BudgetStatus> {
-        let budget = &self.settings.budget;
+        let budget = &self.options.budget;
         if !budget.is_set() {
             return None;
         }

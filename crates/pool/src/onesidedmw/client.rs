@@ -7,10 +7,13 @@
 //! ```
 
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use verbs::{Access, Key, MemoryRegion, Nic, Qpn};
 
 use super::layout::{reply, status};
+use super::options::Terms;
 use crate::Error;
 use crate::index::EntryId;
 use crate::protocol::NodeHello;
@@ -30,6 +33,10 @@ pub struct Client<N: Nic> {
     /// Queues for allocations: one; without separation, the first access QP of each group.
     allocs: Vec<ReplyQueue<N>>,
     free: ReplyQueue<N>,
+    /// Maximum number of chunks that this client may hold, if limited.
+    budget: Option<u64>,
+    /// Chunks held or requested.
+    held: AtomicU64,
 }
 
 /// A request queue with its reply slots.
@@ -47,6 +54,7 @@ impl<N: Nic> Client<N> {
         welcome: &NodeHello,
         access: &[SharedQp<N>],
     ) -> Result<Self, Error> {
+        let terms = Terms::of(welcome)?;
         let credits = welcome.credits;
         let own = || -> Result<_, Error> {
             let attr = RequestQueueAttr::new(credits, Access::REMOTE_WRITE);
@@ -58,17 +66,70 @@ impl<N: Nic> Client<N> {
         Ok(Self {
             chunk_bytes: welcome.chunk_bytes,
             access: OnceLock::new(),
-            allocs: match welcome.separation {
+            allocs: match terms.separation {
                 true => vec![own()?],
                 false => access.iter().map(shared).collect::<Result<_, _>>()?,
             },
             free: own()?,
+            budget: terms.budget_chunks,
+            held: AtomicU64::new(0),
         })
     }
 
     /// The queue for the allocations of a group.
     fn alloc(&self, group: GroupId) -> &ReplyQueue<N> {
         self.allocs.get(group.0 as usize).unwrap_or(&self.allocs[0])
+    }
+}
+
+impl<N: Nic> Client<N> {
+    /// Counts a requested chunk. Fails if the memory node would close the management connection for
+    /// it.
+    fn reserve_chunk(&self) -> Result<(), Error> {
+        let held = self.held.fetch_add(1, Ordering::Relaxed);
+        let Some(budget) = self.budget.filter(|budget| held >= *budget) else {
+            return Ok(());
+        };
+        self.held.fetch_sub(1, Ordering::Relaxed);
+        Err(Error::OverBudget {
+            attempt: "allocating a chunk".into(),
+            why: format!(
+                "this compute node holds {held} chunks and its budget is {budget}: free some, or \
+                 have the operator raise --budget-chunks"
+            ),
+            retry_after: Duration::ZERO,
+        })
+    }
+
+    async fn request_chunk(&self, group: GroupId) -> Result<Grant, Error> {
+        let groups = self.access.get().map_or(&[][..], Vec::as_slice);
+        let lanes = groups.get(group.0 as usize).ok_or_else(|| Error::Refused {
+            attempt: format!("allocating a chunk for QP group {}", group.0),
+            why: format!("the client has {} QP groups", groups.len()),
+        })?;
+        let mut arguments = [0u8; 3 * (MAX_GROUP - 1)];
+        for (qpn, at) in lanes.iter().zip(arguments.chunks_exact_mut(3)) {
+            at.copy_from_slice(&qpn.raw().to_be_bytes()[1..]);
+        }
+        let bytes =
+            self.alloc(group).ask("allocating a chunk", &arguments[..3 * lanes.len()]).await?;
+        match bytes[reply::STATUS] {
+            status::GRANTED => {}
+            status::EMPTY => return Err(Error::OutOfMemory { bytes: self.chunk_bytes }),
+            other => return Err(not_understood("allocating a chunk", other)),
+        }
+        let be32 = |at: usize| u32::from_be_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
+        let mut keys = [Key::default(); MAX_GROUP];
+        for (lane, key) in keys[..lanes.len()].iter_mut().enumerate() {
+            let window = lane + 1;
+            let index = &bytes[reply::KEYS + 3 * window..][..3];
+            // The key's tag is the tag that the table listed as the next one.
+            let tag = bytes[reply::TAGS + 8 * (window / 4) + 4 + window % 4];
+            *key = Key(u32::from_be_bytes([index[0], index[1], index[2], tag]));
+        }
+        let addr = u64::from_be_bytes(bytes[..8].try_into().expect("8 bytes"));
+        let entry = EntryId::of_grant(be32(reply::ENTRY));
+        Ok(Grant::new(addr, self.chunk_bytes, entry, group, &keys[..lanes.len()]))
     }
 }
 
@@ -101,35 +162,12 @@ impl<N: Nic> ReplyQueue<N> {
 impl<N: Nic> ClientScheme for Client<N> {
     fn allocate(&self, group: GroupId) -> Answer<'_, Grant> {
         Box::pin(async move {
-            let groups = self.access.get().map_or(&[][..], Vec::as_slice);
-            let lanes = groups.get(group.0 as usize).ok_or_else(|| Error::Refused {
-                attempt: format!("allocating a chunk for QP group {}", group.0),
-                why: format!("the client has {} QP groups", groups.len()),
-            })?;
-            let mut arguments = [0u8; 3 * (MAX_GROUP - 1)];
-            for (qpn, at) in lanes.iter().zip(arguments.chunks_exact_mut(3)) {
-                at.copy_from_slice(&qpn.raw().to_be_bytes()[1..]);
+            self.reserve_chunk()?;
+            let granted = self.request_chunk(group).await;
+            if granted.is_err() {
+                self.held.fetch_sub(1, Ordering::Relaxed);
             }
-            let bytes =
-                self.alloc(group).ask("allocating a chunk", &arguments[..3 * lanes.len()]).await?;
-            match bytes[reply::STATUS] {
-                status::GRANTED => {}
-                status::EMPTY => return Err(Error::OutOfMemory { bytes: self.chunk_bytes }),
-                other => return Err(not_understood("allocating a chunk", other)),
-            }
-            let be32 =
-                |at: usize| u32::from_be_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
-            let mut keys = [Key::default(); MAX_GROUP];
-            for (lane, key) in keys[..lanes.len()].iter_mut().enumerate() {
-                let window = lane + 1;
-                let index = &bytes[reply::KEYS + 3 * window..][..3];
-                // The key's tag is the tag that the table listed as the next one.
-                let tag = bytes[reply::TAGS + 8 * (window / 4) + 4 + window % 4];
-                *key = Key(u32::from_be_bytes([index[0], index[1], index[2], tag]));
-            }
-            let addr = u64::from_be_bytes(bytes[..8].try_into().expect("8 bytes"));
-            let entry = EntryId::of_grant(be32(reply::ENTRY));
-            Ok(Grant::new(addr, self.chunk_bytes, entry, group, &keys[..lanes.len()]))
+            granted
         })
     }
 
@@ -138,7 +176,10 @@ impl<N: Nic> ClientScheme for Client<N> {
             loop {
                 let bytes = self.free.ask("freeing a chunk", &grant.entry.to_index()).await?;
                 match bytes[reply::FREE_STATUS + 3] {
-                    status::FREED => return Ok(()),
+                    status::FREED => {
+                        self.held.fetch_sub(1, Ordering::Relaxed);
+                        return Ok(());
+                    }
                     status::REFUSED => return Err(Error::NotYours { entry: grant.entry }),
                     status::AGAIN => continue,
                     other => return Err(not_understood("freeing a chunk", other)),

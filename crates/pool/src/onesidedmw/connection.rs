@@ -116,10 +116,6 @@ impl<N: DirectNic> ClientEntry for Connection<N> {
     fn is_open(&self) -> Result<bool, Error> {
         Ok(self.management == Management::Open && accept_requests(self.queues())?)
     }
-
-    fn is_leaving(&self) -> bool {
-        false
-    }
 }
 
 impl<N: DirectNic> Node<N> {
@@ -129,7 +125,7 @@ impl<N: DirectNic> Node<N> {
         client: ClientId,
         request: &ConnectRequest,
     ) -> Result<Connection<N>, Error> {
-        let separate = self.settings.separation;
+        let separate = self.options.separation;
         let (alloc_peers, free_peer) = match (&request.management[..], separate) {
             ([alloc, free], true) => (vec![*alloc], *free),
             ([free], false) => (request.groups.concat(), *free),
@@ -159,7 +155,7 @@ impl<N: DirectNic> Node<N> {
         let bulletin =
             Remote { addr: request.bulletin_addr, rkey: verbs::Key(request.bulletin_rkey) };
         let management = Management::Closed;
-        let meter = Meter::new(&self.settings.budget);
+        let meter = Meter::new(&self.options.budget);
         Ok(Connection {
             allocs,
             free,
@@ -197,7 +193,7 @@ impl<N: DirectNic> Node<N> {
             receive_sges: alloc_chain::receive_sges(shape),
             push_queue: None,
             waits: false,
-            access: if self.settings.separation { Access::NONE } else { Access::REMOTE_ALL },
+            access: if self.options.separation { Access::NONE } else { Access::REMOTE_ALL },
             copies: false,
         }
     }

@@ -42,15 +42,24 @@ mod connection;
 pub mod free_chain;
 mod in_flight;
 pub mod node;
+mod options;
 mod reclaim;
 mod repair;
 
 pub use crate::chain::{layout, program};
 pub use client::Client;
 pub use node::Node;
+pub use options::{Options, Terms};
 
+use verbs::Nic;
+use verbs::direct::DirectNic;
+
+use crate::Error;
 use crate::info::{AccessKind, Allocator, Isolation, Need, ReleaseTime, Scheme, SchemeInfo, Sizes};
-use crate::settings::CHUNKS_MAX;
+use crate::protocol::NodeHello;
+use crate::registry::{self, ClientFamily, ClientParts, NodeFamily};
+use crate::scheme::{ClientScheme, NodeScheme};
+use crate::settings::{CHUNKS_MAX, Settings};
 
 /// Scheme `onesidedmw`: chains of work requests that the memory node's NIC executes.
 pub const ONESIDEDMW: Scheme = &SchemeInfo {
@@ -64,8 +73,46 @@ pub const ONESIDEDMW: Scheme = &SchemeInfo {
     needs: &[Need::Chains, Need::Type2Windows, Need::BigEndianAtomics],
     chunk_bytes: None,
     chunks_max: CHUNKS_MAX,
+    options: &["separation", "budget"],
     unsafe_because: None,
 };
+
+/// The schemes of this module.
+pub const SCHEMES: &[Scheme] = &[ONESIDEDMW];
+
+/// Registers the schemes of this module.
+pub struct Family;
+
+impl registry::Family for Family {
+    fn schemes(&self) -> &'static [Scheme] {
+        SCHEMES
+    }
+
+    fn check(&self, settings: &Settings) -> Result<(), Error> {
+        Options::of(settings).map(drop)
+    }
+}
+
+impl<N: DirectNic> NodeFamily<N> for Family {
+    fn node(&self, nic: &N, settings: &Settings) -> Result<Box<dyn NodeScheme>, Error> {
+        Ok(Box::new(Node::new(nic.clone(), settings.clone())?))
+    }
+}
+
+impl<N: Nic> ClientFamily<N> for Family {
+    fn access_receives(&self, hello: &NodeHello) -> u32 {
+        // Without separation, replies to allocations arrive on the access QPs.
+        match Terms::of(hello) {
+            Ok(Terms { separation: false, .. }) => hello.credits,
+            _ => 0,
+        }
+    }
+
+    fn client(&self, parts: &ClientParts<'_, N>) -> Result<Box<dyn ClientScheme>, Error> {
+        let ClientParts { nic, pd, hello, access } = *parts;
+        Ok(Box::new(Client::new(nic, pd, hello, access)?))
+    }
+}
 
 #[cfg(test)]
 mod tests;

@@ -17,6 +17,7 @@ use verbs::{
 
 use super::connection::Connection;
 use super::layout::{Memory, Shape};
+use super::options::{Options, Terms};
 use super::program::Wrap;
 use super::reclaim::Leaving;
 use crate::chain::availability::AvailabilityNotifier;
@@ -26,10 +27,10 @@ use crate::chain::reclaimer::Reclaimer;
 use crate::client_table::{Admission, ClientTable, refuse, unknown};
 use crate::remote::Start;
 use crate::scheme::{
-    ClientId, ConnectReply, ConnectRequest, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, QpSet,
+    ClientId, ConnectReply, ConnectRequest, Cpu, GroupId, Lane, NodeScheme, NodeStatus, QpSet,
 };
 use crate::wakeup::CqEvents;
-use crate::{Error, Settings};
+use crate::{Error, Settings, options};
 
 /// WQEs of a free chain's instance, padding included: its worker flushes them when it stops.
 const FREE_WQES: u32 = 20;
@@ -41,8 +42,8 @@ fn fault_entries(settings: &Settings) -> u32 {
     (flushes + 1024).min(1 << 21)
 }
 
-fn shape(settings: &Settings) -> Shape {
-    let directions = match settings.separation {
+fn shape(settings: &Settings, options: &Options) -> Shape {
+    let directions = match options.separation {
         true => 2,
         false => settings.groups_max * settings.lanes() + 1,
     };
@@ -58,6 +59,7 @@ fn shape(settings: &Settings) -> Shape {
 pub struct Node<N: DirectNic> {
     pub(super) nic: N,
     pub(super) settings: Settings,
+    pub(super) options: Options,
     pub(super) memory: Memory<N>,
     pub(super) data: N::Pd,
     pub(super) metadata: N::Pd,
@@ -106,8 +108,9 @@ impl<N: DirectNic> Node<N> {
     /// Allocates the memory and the windows, and initializes the table and the free queue.
     pub fn new(nic: N, settings: Settings) -> Result<Self, Error> {
         settings.validate()?;
+        let options = Options::of(&settings)?;
         settings.scheme.check_caps(&nic.caps())?;
-        let shape = shape(&settings);
+        let shape = shape(&settings, &options);
         let (data, metadata) = (nic.alloc_pd()?, nic.alloc_pd()?);
         let windows = nic.alloc_mws(&data, shape.chunks as usize * shape.group)?;
         let keys: Vec<Key> = windows.iter().map(|w| w.key()).collect();
@@ -127,6 +130,7 @@ impl<N: DirectNic> Node<N> {
         Ok(Self {
             nic,
             settings,
+            options,
             memory,
             data,
             metadata,
@@ -257,7 +261,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         }
         let expected = Admission {
             settings,
-            management: if settings.separation { 2 } else { 1 },
+            management: if self.options.separation { 2 } else { 1 },
             lanes: settings.lanes() as usize,
             leaving: self.leaving.len(),
         };
@@ -292,7 +296,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
     }
 
     fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {
-        if !self.settings.separation {
+        if !self.options.separation {
             return Err(Error::Refused {
                 attempt: format!("re-establishing lane {} of group {}", lane.0, group.0),
                 why: "without separation, lanes are re-established with the management QPs".into(),
@@ -305,8 +309,13 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         self.clients.set_start(client, part, start);
     }
 
-    fn events(&self) -> Option<Arc<dyn CpuEvents>> {
-        Some(self.events.clone())
+    fn cpu(&mut self) -> Cpu {
+        Cpu { events: Some(self.events.clone()), ..Cpu::default() }
+    }
+
+    fn terms(&self) -> options::Terms {
+        let Options { separation, budget } = &self.options;
+        options::terms(&Terms { separation: *separation, budget_chunks: budget.chunks })
     }
 
     fn poll(&mut self) -> Result<bool, Error> {
@@ -327,8 +336,8 @@ impl<N: DirectNic> NodeScheme for Node<N> {
     }
 
     fn next_poll(&self) -> Option<Duration> {
-        let watched = self.settings.budget.is_set() && !self.clients.is_empty();
-        let budgets = watched.then_some(self.settings.budget.interval);
+        let watched = self.options.budget.is_set() && !self.clients.is_empty();
+        let budgets = watched.then_some(self.options.budget.interval);
         budgets.into_iter().chain(self.next_repair()).min()
     }
 

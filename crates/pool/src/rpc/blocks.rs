@@ -4,8 +4,7 @@
 //! An entry is the number of a block. Blocks of a single chunk come first, so that an entry below
 //! the number of chunks is a chunk number in every scheme.
 
-use crate::finemem::block::{Block, CHUNK_ORDER, Order};
-use crate::finemem::layout::Shape;
+use crate::blocks::{Block, CHUNK_ORDER, Order, Shape};
 use crate::index::{ChunkIndex, EntryId, IndexRange};
 use crate::settings::Settings;
 

@@ -43,7 +43,7 @@
 //! valid for ever. Here a free rebinds the block's window before it is answered: the old key is
 //! dead, and the next key is valid.
 //!
-//! The CPU may have several cores ([`crate::Settings::cores`]). Each core has a CQ for requests and
+//! The CPU may have several cores ([`Options::cores`]). Each core has a CQ for requests and
 //! serves a part of the compute nodes; all cores share one `table::Table`.
 //!
 //! ```text
@@ -65,6 +65,7 @@
 mod blocks;
 mod client;
 mod node;
+mod options;
 mod peer;
 mod regions;
 mod table;
@@ -76,17 +77,19 @@ mod worker;
 
 pub use client::Client;
 pub use node::Node;
+pub use options::{ControlMode, Options};
 pub use table::ChunkState;
 pub use view::AllocationView;
 
-use verbs::Key;
+use verbs::{Key, Nic};
 
 use crate::Error;
 use crate::finemem::block::Order;
 use crate::index::EntryId;
 use crate::info::{AccessKind, Allocator, Isolation, Need, ReleaseTime, Scheme, SchemeInfo, Sizes};
-use crate::scheme::MAX_GROUP;
-use crate::settings::CHUNKS_MAX;
+use crate::registry::{self, ClientFamily, ClientParts, NodeFamily};
+use crate::scheme::{ClientScheme, MAX_GROUP, NodeScheme};
+use crate::settings::{CHUNKS_MAX, Settings};
 
 /// Size of a request in bytes.
 const REQUEST_BYTES: usize = 16;
@@ -110,6 +113,7 @@ pub const RPC_MW_2: Scheme = &SchemeInfo {
     needs: &[Need::Type2Windows, INLINE],
     chunk_bytes: None,
     chunks_max: CHUNKS_MAX,
+    options: &["cores", "control"],
     unsafe_because: None,
 };
 
@@ -125,6 +129,7 @@ pub const RPC_MW_1: Scheme = &SchemeInfo {
     needs: &[Need::Type1Windows, INLINE],
     chunk_bytes: None,
     chunks_max: CHUNKS_MAX,
+    options: &["cores", "control"],
     unsafe_because: Some(GUESSABLE),
 };
 
@@ -140,6 +145,7 @@ pub const FINE_MR: Scheme = &SchemeInfo {
     needs: &[INLINE],
     chunk_bytes: None,
     chunks_max: CHUNKS_MAX,
+    options: &["cores", "control"],
     unsafe_because: None,
 };
 
@@ -155,6 +161,7 @@ pub const STATIC_MR: Scheme = &SchemeInfo {
     needs: &[INLINE],
     chunk_bytes: None,
     chunks_max: CHUNKS_MAX,
+    options: &["cores", "control"],
     unsafe_because: None,
 };
 
@@ -171,6 +178,7 @@ pub const PREMMAP_RPC: Scheme = &SchemeInfo {
     needs: &[Need::Type1Windows, INLINE],
     chunk_bytes: None,
     chunks_max: CHUNKS_MAX,
+    options: &["cores", "control"],
     unsafe_because: Some(GUESSABLE),
 };
 
@@ -186,12 +194,42 @@ pub const ONDEMAND_RPC: Scheme = &SchemeInfo {
     needs: &[INLINE],
     chunk_bytes: None,
     chunks_max: CHUNKS_MAX,
+    options: &["cores", "control"],
     unsafe_because: None,
 };
 
+/// The schemes of this module.
+pub const SCHEMES: &[Scheme] = &[RPC_MW_2, RPC_MW_1, FINE_MR, STATIC_MR, PREMMAP_RPC, ONDEMAND_RPC];
+
+/// Registers the schemes of this module.
+pub struct Family;
+
+impl registry::Family for Family {
+    fn schemes(&self) -> &'static [Scheme] {
+        SCHEMES
+    }
+
+    fn check(&self, settings: &Settings) -> Result<(), Error> {
+        Options::of(settings).map(drop)
+    }
+}
+
+impl<N: Nic> NodeFamily<N> for Family {
+    fn node(&self, nic: &N, settings: &Settings) -> Result<Box<dyn NodeScheme>, Error> {
+        Ok(Box::new(Node::new(nic, settings)?))
+    }
+}
+
+impl<N: Nic> ClientFamily<N> for Family {
+    fn client(&self, parts: &ClientParts<'_, N>) -> Result<Box<dyn ClientScheme>, Error> {
+        let ClientParts { nic, pd, hello, .. } = *parts;
+        Ok(Box::new(Client::new(nic, pd, hello)?))
+    }
+}
+
 /// The scheme of this name.
 fn find(name: &str) -> Result<Scheme, Error> {
-    let all = [RPC_MW_2, RPC_MW_1, FINE_MR, STATIC_MR, PREMMAP_RPC, ONDEMAND_RPC];
+    let all = SCHEMES.iter().copied();
     all.into_iter().find(|scheme| scheme.name == name).ok_or_else(|| crate::scheme::unknown(name))
 }
 

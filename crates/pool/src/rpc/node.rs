@@ -17,15 +17,15 @@ use super::table::{Protection, Table};
 use super::view::AllocationView;
 use super::windows::{Type1, Type2};
 use super::worker::{BIND_BLOCKS, Core, Handle, Shared, State};
-use super::{Opening, REQUEST_BYTES};
-use crate::Error;
+use super::{ControlMode, Opening, Options, REQUEST_BYTES};
 use crate::client_table::{AccessQps, Admission, PeerQp, refuse};
 use crate::remote::Start;
 use crate::scheme::{
-    ClientId, ConnectReply, ConnectRequest, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
+    ClientId, ConnectReply, ConnectRequest, Cpu, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
     QpSet, Worker,
 };
 use crate::settings::Settings;
+use crate::{Error, options};
 
 /// Send blocks of a management QP per request in flight: the reply, a bulletin "empty" before it,
 /// and a bulletin "available" after it.
@@ -34,6 +34,7 @@ const ANSWER_BLOCKS: u32 = 4;
 /// The memory node of a scheme by RPC.
 pub struct Node<N: Nic> {
     shared: Arc<Shared<N>>,
+    options: Options,
     /// The core that serves each compute node.
     core_by_client: BTreeMap<ClientId, usize>,
 }
@@ -42,6 +43,7 @@ impl<N: Nic> Node<N> {
     /// Donates memory according to `settings`.
     pub fn new(nic: &N, settings: &Settings) -> Result<Self, Error> {
         settings.validate()?;
+        let options = Options::of(settings)?;
         let opening = Opening::of(settings.scheme)?;
         settings.scheme.check_caps(&nic.caps())?;
         let blocks = Blocks::of(settings);
@@ -60,18 +62,18 @@ impl<N: Nic> Node<N> {
                 Protection::Regions(Regions::new(blocks.count()))
             }
         };
-        let cores = settings.cores.min(settings.clients_max) as usize;
+        let count = options.cores.min(settings.clients_max);
         let base = memory.memory().addr();
-        let table = Table::new(protection, lanes, base, blocks, cores);
-        let cores = (0..cores)
-            .map(|index| Core::new(nic, &pd, (settings, opening), index))
+        let table = Table::new(protection, lanes, base, blocks, count as usize);
+        let cores = (0..count as usize)
+            .map(|index| Core::new(nic, &pd, (settings, opening, count), index))
             .collect::<Result<Vec<_>, _>>()?;
         let (nic, settings, table) = (nic.clone(), settings.clone(), Mutex::new(table));
         let shared = Arc::new(Shared { nic, settings, opening, pd, memory, blocks, table, cores });
         if opening == Opening::BindAhead {
             shared.cores[0].state.lock().bind_ahead(&shared)?;
         }
-        Ok(Self { shared, core_by_client: BTreeMap::new() })
+        Ok(Self { shared, options, core_by_client: BTreeMap::new() })
     }
 
     /// A view of the allocations.
@@ -201,20 +203,6 @@ impl<N: Nic> NodeScheme for Node<N> {
         Ok(any)
     }
 
-    fn workers(&self) -> usize {
-        self.shared.cores.len()
-    }
-
-    fn take_workers(&mut self) -> Vec<Box<dyn Worker>> {
-        let worker =
-            |core| -> Box<dyn Worker> { Box::new(Handle { shared: self.shared.clone(), core }) };
-        (0..self.shared.cores.len()).map(worker).collect()
-    }
-
-    fn is_watching(&self) -> bool {
-        false // this CPU executes every free
-    }
-
     fn client_waits(&mut self, client: ClientId) -> Result<bool, Error> {
         let core = self.core_of(client);
         let mut state = self.state_of(client);
@@ -250,8 +238,19 @@ impl<N: Nic> NodeScheme for Node<N> {
         self.state_of(client).peers.set_start(client, part, start);
     }
 
-    fn events(&self) -> Option<Arc<dyn CpuEvents>> {
-        Some(Arc::new(AllCores(self.shared.clone())))
+    fn cpu(&mut self) -> Cpu {
+        let count = self.shared.cores.len();
+        let worker =
+            |core| -> Box<dyn Worker> { Box::new(Handle { shared: self.shared.clone(), core }) };
+        Cpu {
+            events: Some(Arc::new(AllCores(self.shared.clone()))),
+            workers: (0..count).filter(|_| count > 1).map(worker).collect(),
+            polls: self.options.control == ControlMode::Polling,
+        }
+    }
+
+    fn terms(&self) -> options::Terms {
+        options::terms(&serde_json::json!({ "control": self.options.control }))
     }
 
     fn status(&mut self) -> Result<NodeStatus, Error> {

@@ -48,8 +48,8 @@ use crate::cpu::ThreadClock;
 use crate::nic::NicHost;
 use crate::node::{MemoryNode, NodeThreads, PauseGate};
 use crate::protocol::{Status, Trouble};
+use crate::registry::NodeRegistry;
 use crate::remote::{Listen, RemoteListener};
-use crate::scheme::NodeScheme;
 use crate::socket::{Endpoint, Listener};
 use crate::{Error, Settings};
 
@@ -99,14 +99,14 @@ impl Service {
     /// Starts a memory node that listens at `endpoint` for processes of this host, and at `listen`
     /// for other hosts.
     ///
-    /// `open` opens its NIC, which uses the UDP socket if there is one. `scheme` creates the scheme
-    /// that the settings select: see [`crate::schemes`].
+    /// `open` opens its NIC, which uses the UDP socket if there is one. It has
+    /// the schemes in `nodes`.
     pub fn start_on<N: Nic>(
         settings: &Settings,
         endpoint: &Endpoint,
         listen: Option<&Listen>,
         open: impl FnOnce(Option<UdpSocket>) -> Result<(N, Arc<dyn NicHost>), Error>,
-        scheme: impl FnOnce(&N, &Settings) -> Result<Box<dyn NodeScheme>, Error>,
+        nodes: &NodeRegistry<N>,
     ) -> Result<Self, Error> {
         settings.validate()?;
         let listener = Listener::bind(endpoint)?;
@@ -115,12 +115,12 @@ impl Service {
         let address = remote.as_ref().map(RemoteListener::address);
         let (nic, host) = open(wire)?;
         let settings = Settings { paced: true, ..settings.clone() };
-        let node = MemoryNode::new(scheme(&nic, &settings)?, settings);
-        let (budget, scheme) = (&node.settings().budget, node.settings().scheme);
+        let node = MemoryNode::new(nodes.node(&nic, &settings)?, settings);
+        let budget = node.status()?.budget.unwrap_or_default();
         tracing::info!(
             socket = %path.display(),
             address = address.map(tracing::field::display),
-            %scheme,
+            scheme = %node.settings().scheme,
             chunks = node.settings().chunks(),
             budget_requests_per_s = budget.requests_per_s,
             budget_chunks = budget.chunks,

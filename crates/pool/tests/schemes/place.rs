@@ -35,6 +35,21 @@ pub struct How {
 }
 
 impl How {
+    /// The settings with the options of the scheme that differ from the default.
+    fn apply(&self, settings: Settings) -> Settings {
+        let mut settings = settings;
+        if self.control != ControlMode::Event {
+            settings = settings.with("control", self.control);
+        }
+        if self.cores != 1 {
+            settings = settings.with("cores", self.cores);
+        }
+        if !self.separation {
+            settings = settings.with("separation", false);
+        }
+        settings
+    }
+
     /// The default configuration of a scheme.
     pub fn by(scheme: Scheme) -> Self {
         Self { scheme, control: ControlMode::Event, cores: 1, separation: true, few_windows: false }
@@ -63,13 +78,11 @@ impl Node {
             donate_bytes: chunk_bytes * chunks,
             chunk_bytes,
             scheme: how.scheme,
-            control: how.control,
-            cores: how.cores,
-            separation: how.separation,
             clients_max: 16,
             groups_max: 4,
             ..Settings::default()
         };
+        let settings = how.apply(settings);
         let settings = match how.few_windows {
             true => common::over_functions(settings),
             false => settings,
@@ -134,8 +147,8 @@ impl ServerProcess {
             s.clients_max,
             s.groups_max,
             s.scheme,
-            s.control,
-            s.separation,
+            s.options.iter().any(|option| option == ("control", &"polling".into())),
+            s.options.iter().all(|option| option != ("separation", &false.into())),
             s.nic_windows.unwrap_or(u32::MAX)
         );
         let child = Command::new(std::env::current_exe().unwrap())
@@ -189,10 +202,16 @@ fn serve_for_another_process() {
         clients_max: number(2) as u32,
         groups_max: number(3) as u32,
         scheme: schemes::find(words[4]).unwrap(),
-        control: words[5].parse::<ControlMode>().unwrap(),
-        separation: words[6].parse().unwrap(),
         nic_windows: Some(number(7) as u32).filter(|windows| *windows < u32::MAX),
         ..Settings::default()
+    };
+    let settings = match words[5] {
+        "true" => settings.with("control", "polling"),
+        _ => settings,
+    };
+    let settings = match words[6] {
+        "true" => settings,
+        _ => settings.with("separation", false),
     };
     let service = Service::start(&settings, &Endpoint::At(words[8].into())).unwrap();
     std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).unwrap();

@@ -451,7 +451,7 @@ fn chunks_of_a_killed_process_are_reclaimed() {
 fn over_budget_error_is_returned_for_each_request() {
     let suspension = Duration::from_millis(300);
     let budget = Budget { requests_per_s: Some(20), suspension, ..Budget::default() };
-    let settings = Settings { budget, ..settings(schemes::ONESIDEDMW) };
+    let settings = settings(schemes::ONESIDEDMW).with("budget", budget);
     let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
     let pool = connect(&service);
     // On a thread of its own, so that a request that never ends fails the test.

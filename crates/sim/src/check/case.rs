@@ -13,7 +13,7 @@ pub struct Case {
     pub name: &'static str,
     /// The scheme.
     pub scheme: Scheme,
-    /// [`Settings::separation`].
+    /// [`pool::onesidedmw::Options::separation`].
     pub separation: bool,
     /// Use blocks of all sizes, in larger pools.
     pub sizes: bool,
@@ -118,13 +118,13 @@ impl Case {
             let chunks = settings.chunks().div_ceil(self.functions as u64) as u32;
             chunks * each + settings.clients_max
         });
-        Settings {
+        let settings = Settings {
             nic_windows,
             scheme,
-            separation: self.separation,
             group_size: self.group_size.unwrap_or(settings.group_size),
             ..settings
-        }
+        };
+        if self.separation { settings } else { settings.with("separation", false) }
     }
 
     /// Returns whether compute nodes allocate by themselves. Holders of a management QP are then

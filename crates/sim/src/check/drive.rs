@@ -1,13 +1,13 @@
 //! Runs one world event by event, with the oracle's check after each event and with injected
 //! faults.
 
+use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use pool::AnyNode;
-use pool::scheme::NodeScheme;
+use pool::finemem;
 use rnic::port::inline::InlineFunction;
 
 use super::invariant::{Invariant, Violation};
@@ -19,6 +19,7 @@ use crate::cluster::{Cluster, ClusterSpec, Link};
 use crate::fiber::FiberId;
 use crate::ids::NodeId;
 use crate::net::{Faults, Partition};
+use crate::nic::SimNic;
 use crate::params::Params;
 use crate::random::Random;
 use crate::time::Time;
@@ -337,12 +338,12 @@ impl<'a> World<'a> {
         // steps.
         let shift = random.below(6);
         let steps = 1 + random.below(1 << shift);
-        let broken = self.cluster.try_scheme(|scheme| match scheme {
-            AnyNode::FineMem(node) => {
+        let broken = self.cluster.try_scheme(|scheme| {
+            let any: &mut dyn Any = scheme;
+            any.downcast_mut::<finemem::Node<SimNic>>().map_or(0, |node| {
                 node.abort_after(steps);
                 node.aborts()
-            }
-            _ => 0,
+            })
         });
         self.with_oracle(|o| {
             // After an abort the work takes as long again.

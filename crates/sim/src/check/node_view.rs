@@ -1,10 +1,12 @@
 //! The memory node's allocation state, in one form for all schemes.
 
+use std::any::Any;
+
 use pool::index::{ChunkIndex, EntryId};
 use pool::odrp::table::page_of;
 use pool::onesidedmw::layout::Memory;
-use pool::scheme::ClientId;
-use pool::{AnyNode, finemem, rpc};
+use pool::scheme::{ClientId, NodeScheme};
+use pool::{finemem, odrp, onesidedmw, rpc};
 use verbs::{DmaMemory, MemoryRegion};
 
 use crate::nic::SimNic;
@@ -29,11 +31,9 @@ impl Tables {
 }
 
 /// Returns the page tables of the compute nodes whose chains may run.
-pub(super) fn tables(node: &AnyNode<SimNic>) -> Vec<(ClientId, DmaMemory)> {
-    match node {
-        AnyNode::Odrp(node) => node.tables(),
-        _ => Vec::new(),
-    }
+pub(super) fn tables(node: &(dyn NodeScheme + 'static)) -> Vec<(ClientId, DmaMemory)> {
+    let any: &dyn Any = node;
+    any.downcast_ref::<odrp::Node<SimNic>>().map_or_else(Vec::new, odrp::Node::tables)
 }
 
 /// A view of a memory node's allocation state.
@@ -49,13 +49,18 @@ pub(super) enum NodeView {
 }
 
 impl NodeView {
-    pub fn of(node: &AnyNode<SimNic>) -> Self {
-        match node {
-            AnyNode::OneSidedMw(node) => Self::Chains(Box::new(node.memory().clone())),
-            AnyNode::Rpc(node) => Self::Rpc(node.allocation_view()),
-            AnyNode::Odrp(node) => Self::Pages(Box::new(node.memory().clone()), Tables::default()),
-            AnyNode::FineMem(node) => Self::Tree(node.allocation_view()),
-            _ => unreachable!("the check does not support this scheme"),
+    pub fn of(node: &(dyn NodeScheme + 'static)) -> Self {
+        let any: &dyn Any = node;
+        if let Some(node) = any.downcast_ref::<onesidedmw::Node<SimNic>>() {
+            Self::Chains(Box::new(node.memory().clone()))
+        } else if let Some(node) = any.downcast_ref::<odrp::Node<SimNic>>() {
+            Self::Pages(Box::new(node.memory().clone()), Tables::default())
+        } else if let Some(node) = any.downcast_ref::<rpc::Node<SimNic>>() {
+            Self::Rpc(node.allocation_view())
+        } else if let Some(node) = any.downcast_ref::<finemem::Node<SimNic>>() {
+            Self::Tree(node.allocation_view())
+        } else {
+            unreachable!("the check does not support this scheme")
         }
     }
 

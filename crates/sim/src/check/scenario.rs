@@ -109,9 +109,10 @@ impl Scenario {
             groups_max: groups as u32,
             // A killed client may not be forgotten yet when its replacement connects.
             clients_max: 8,
-            cores: if case.scheme.needs_cpu() { 1 + r.below(2) as u32 } else { 1 },
             ..Settings::default()
         });
+        let cores = if case.scheme.needs_cpu() { 1 + r.below(2) as u32 } else { 1 };
+        let settings = if cores > 1 { settings.with("cores", cores) } else { settings };
         let mut faults = FaultPlan::draw(r);
         // Newer options use another random sequence, so that worlds without them stay the same.
         let more = &mut Random::new(seed, 102);

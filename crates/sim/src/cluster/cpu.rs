@@ -7,9 +7,10 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use pool::options::Terms;
 use pool::protocol::NodeHello;
-use pool::scheme::{ClientId, NodeScheme, Worker};
-use pool::{AnyNode, Settings};
+use pool::scheme::{ClientId, CpuEvents, NodeScheme, Worker};
+use pool::{Settings, schemes};
 
 use crate::fiber::{self, FiberId};
 use crate::nic::{SimHooks, SimNic};
@@ -22,7 +23,7 @@ pub(super) type Job = Box<dyn FnMut(&mut Core) -> bool + Send>;
 
 /// State that jobs and quanta work on.
 pub(super) struct Core {
-    pub scheme: AnyNode<SimNic>,
+    pub scheme: Box<dyn NodeScheme>,
     /// The number of the last client.
     pub last: u32,
 }
@@ -42,6 +43,11 @@ pub(super) struct NodeCpu {
     pub settings: Settings,
     /// Functions of the node's NIC that contain windows.
     pub functions: u32,
+    /// Terms that the scheme tells its clients.
+    terms: Terms,
+    events: Option<Arc<dyn CpuEvents>>,
+    /// The workers until they are started.
+    parts: Mutex<Vec<Box<dyn Worker>>>,
     hooks: SimHooks,
     /// The error that stopped the CPU.
     pub failure: Mutex<Option<String>>,
@@ -56,8 +62,9 @@ const TURN: Time = Time(50_000);
 impl NodeCpu {
     /// Creates the CPU of a memory node with this NIC.
     pub fn new(nic: &SimNic, settings: &Settings) -> Result<Self, pool::Error> {
-        let scheme = AnyNode::new(nic, settings)?;
-        let functions = scheme.functions();
+        let mut scheme = schemes::nodes().node(nic, settings)?;
+        let (functions, terms) = (scheme.functions(), scheme.terms());
+        let cpu = scheme.cpu();
         Ok(Self {
             core: Mutex::new(Core { scheme, last: 0 }),
             jobs: Mutex::default(),
@@ -67,6 +74,9 @@ impl NodeCpu {
             paused: AtomicBool::new(false),
             settings: settings.clone(),
             functions,
+            terms,
+            events: cpu.events,
+            parts: Mutex::new(cpu.workers),
             hooks: nic.hooks().clone(),
             failure: Mutex::default(),
         })
@@ -74,10 +84,7 @@ impl NodeCpu {
 
     /// Starts the CPU, with one core or with a core per worker of the scheme.
     pub fn start(self: &Arc<Self>, sim: &mut Sim, name: &str) {
-        let workers = {
-            let scheme = &mut self.core.lock().scheme;
-            if scheme.workers() > 1 { scheme.take_workers() } else { Vec::new() }
-        };
+        let workers = std::mem::take(&mut *self.parts.lock());
         let mut cores = Vec::new();
         for (i, worker) in workers.into_iter().enumerate() {
             let node = self.clone();
@@ -95,7 +102,7 @@ impl NodeCpu {
 
     /// Returns the greeting for a connecting client.
     pub fn welcome(&self) -> NodeHello {
-        NodeHello::of(&self.settings, self.functions, 1)
+        NodeHello::of(&self.settings, self.functions, 1, self.terms.clone())
     }
 
     fn run(&self, core: impl FnOnce(&Self) -> Result<(), pool::Error>) {
@@ -157,7 +164,7 @@ impl NodeCpu {
 
     /// The main loop of the only core.
     fn work(&self) -> Result<(), pool::Error> {
-        let events = self.core.lock().scheme.events();
+        let events = self.events.clone();
         let mut nap = WATCH_MIN;
         while !fiber::is_ending() {
             let (busy, timeout) = {

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use parking_lot::Mutex;
-use pool::scheme::ClientId;
-use pool::{AnyNode, Options, Pool, Settings};
+use pool::scheme::{ClientId, NodeScheme};
+use pool::{Options, Pool, Settings};
 use rnic::limits::FunctionLimits;
 use rnic::port::inline::InlineFunction;
 
@@ -197,21 +197,21 @@ impl Cluster {
     }
 
     /// Calls `f` with the memory node's scheme if no core is within a quantum of work.
-    pub fn try_scheme<T>(&self, f: impl FnOnce(&mut AnyNode<SimNic>) -> T) -> Option<T> {
+    pub fn try_scheme<T>(&self, f: impl FnOnce(&mut (dyn NodeScheme + 'static)) -> T) -> Option<T> {
         let inside = self.node.inside.load(Relaxed) > 0;
         let core = self.node.core.try_lock().filter(|_| !inside);
-        core.map(|mut core| f(&mut core.scheme))
+        core.map(|mut core| f(&mut *core.scheme))
     }
 
     /// Calls `f` with the memory node's scheme as soon as no core is within a quantum of work.
     pub fn with_scheme<T>(
         &mut self,
-        f: impl FnOnce(&mut AnyNode<SimNic>) -> T,
+        f: impl FnOnce(&mut (dyn NodeScheme + 'static)) -> T,
     ) -> Result<T, Error> {
         let node = self.node.clone();
         self.sim.run_until(|_| !node.core.is_locked() && node.inside.load(Relaxed) == 0)?;
         let mut core = node.core.lock();
-        Ok(f(&mut core.scheme))
+        Ok(f(&mut *core.scheme))
     }
 
     /// Returns the error that stopped a memory node's CPU, if any.

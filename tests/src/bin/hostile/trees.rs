@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use granary_tests::control::Control;
+use pool::finemem::Metadata;
 use pool::finemem::block::{Block, Order, Place, SectionIndex, SpanIndex, SpanOffset};
 use pool::finemem::header::{Header, Spread, User};
 use pool::finemem::layout::{Shape, Word};
@@ -16,7 +17,6 @@ use pool::finemem::log::{Capability, FullLog};
 use pool::finemem::tree::{Taken, Tree, Verbs};
 use pool::index::{ChunkIndex, IndexRange};
 use pool::protocol::{Reply, Request};
-use pool::scheme::Metadata;
 use pool::{ConnectReply, ConnectRequest};
 use serde_json::{Value, json};
 use verbs::cqe::Syndrome;
@@ -71,7 +71,7 @@ impl Service {
             Reply::Admitted(terms) => terms,
             other => bail!("not admitted: {other:?}"),
         };
-        let metadata = terms.metadata.context("a scheme without metadata")?;
+        let metadata = Metadata::of(&terms).context("a scheme without metadata")?;
         let shape = Shape { chunks: metadata.chunks, chunk_bytes: terms.chunk_bytes };
         let user = User::new(metadata.user).context("a number of a user")?;
         management.connect(&nic, Qpn::new(terms.management[0]))?;

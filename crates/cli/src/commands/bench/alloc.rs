@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use bench::alloc::{self, Contender, Outcome, SizeSupport, Total};
-use pool::{ControlMode, EmbeddedNode, Options, Pool, Scheme, Settings, schemes};
+use pool::{ControlMode, EmbeddedNode, Options, Pool, Scheme, Settings, rpc, schemes};
 use units::Size;
 
 use super::BenchOutput;
@@ -162,8 +162,7 @@ impl Alloc {
                 for (contender, total) in &mut totals {
                     let Contender { scheme, control } = *contender;
                     bar.say(&format!("{scheme}, {control}, {clients} clients"));
-                    let cores = if scheme.needs_cpu() { self.cores } else { 1 };
-                    let settings = Settings { scheme, control, cores, ..donation.settings() };
+                    let settings = self.settings_of(contender, &donation);
                     let round = self.round(&settings, clients, None)?;
                     total.add(&round.outcome, round.nic_cpu, round.control_cpu);
                     bar.step();
@@ -182,6 +181,14 @@ impl Alloc {
         })
     }
 
+    fn settings_of(&self, contender: &Contender, donation: &Donation) -> Settings {
+        let settings = contender.settings(donation.settings());
+        match contender.scheme.needs_cpu() && self.cores != 1 {
+            true => settings.with("cores", self.cores),
+            false => settings,
+        }
+    }
+
     /// Compares all schemes over allocation sizes and numbers of clients (`--sizes`).
     fn compare(&self, donation: &Donation) -> anyhow::Result<ExitCode> {
         let mut report = self.output.begin()?;
@@ -191,9 +198,7 @@ impl Alloc {
         let (mut supported, mut unsupported) = (Vec::new(), Vec::new());
         for size in self.sizes.iter().map(|size| size.bytes()) {
             for contender in &contenders {
-                let Contender { scheme, control } = *contender;
-                let cores = if scheme.needs_cpu() { self.cores } else { 1 };
-                let settings = Settings { scheme, control, cores, ..donation.settings() };
+                let settings = self.settings_of(contender, donation);
                 match SizeSupport::of(settings, size) {
                     SizeSupport::Supported(settings) => {
                         supported.push((size, *contender, *settings));
@@ -242,7 +247,8 @@ impl Alloc {
             nic => processes(settings, nic, clients, self.output.round_duration(), bytes),
         };
         round.with_context(|| {
-            let Settings { scheme, control, .. } = settings;
+            let scheme = settings.scheme;
+            let control = rpc::Options::of(settings).unwrap_or_default().control;
             let size = bytes.map_or(String::new(), |bytes| format!(" of {}", Size(bytes)));
             format!("measure {scheme}{size}, control {control}, with {clients} clients")
         })

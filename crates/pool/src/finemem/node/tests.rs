@@ -63,7 +63,7 @@ impl Bed {
         management.connect(Qpn::new(peer)).unwrap();
         let memory = nic.alloc_dma(4096).unwrap();
         let memory = nic.reg_mr(&pd, &memory, Access::LOCAL_ALL).unwrap();
-        let metadata = admitted.metadata.unwrap();
+        let metadata = Metadata::of(&admitted).unwrap();
         Self { node, id, cq, management, _access: access, memory, metadata, peer }
     }
 

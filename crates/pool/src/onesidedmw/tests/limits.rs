@@ -4,12 +4,12 @@
 use std::time::{Duration, Instant};
 
 use super::*;
+use crate::Error;
 use crate::budget::Budget;
-use crate::{Error, Settings};
 
 fn start(budget: Budget) -> (SoftNic, Node<SoftNic>, Raw, Raw) {
     let nic = SoftNic::inline();
-    let settings = Settings { budget, ..settings(64, 3, 8) };
+    let settings = settings(64, 3, 8).with("budget", budget);
     let mut node = Node::new(nic.clone(), settings.clone()).unwrap();
     let a = Raw::join(&nic, &mut node, 1, &settings);
     let b = Raw::join(&nic, &mut node, 2, &settings);

@@ -10,8 +10,8 @@ use verbs::{
     QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
 };
 
-use super::Node;
 use super::layout::{reply, status};
+use super::{Node, Options};
 use crate::Settings;
 
 mod crash;
@@ -75,8 +75,9 @@ impl Raw {
         let rights = Access::LOCAL_ALL | Access::REMOTE_WRITE;
         let memory = nic.reg_mr(&pd, &memory, rights).unwrap();
         // Without separation the client allocates over its first access QP.
-        let alloc = if settings.separation { alloc } else { access[0].clone() };
-        let management = match settings.separation {
+        let alloc =
+            if Options::of(settings).unwrap().separation { alloc } else { access[0].clone() };
+        let management = match Options::of(settings).unwrap().separation {
             true => vec![alloc.qpn().raw(), free.qpn().raw()],
             false => vec![free.qpn().raw()],
         };
@@ -88,7 +89,7 @@ impl Raw {
             ..ConnectRequest::default()
         };
         let admitted = node.admit(ClientId(id), &request).unwrap();
-        if settings.separation {
+        if Options::of(settings).unwrap().separation {
             alloc.connect(Qpn::new(admitted.management[0])).unwrap();
         }
         free.connect(Qpn::new(*admitted.management.last().unwrap())).unwrap();
@@ -220,7 +221,8 @@ fn retire(node: &mut Node<SoftNic>, client: ClientId) {
 fn chunks_of_every_group_size_are_granted_used_and_freed() {
     for (group, separation) in (2..=6).flat_map(|group| [(group, true), (group, false)]) {
         let nic = SoftNic::inline();
-        let settings = Settings { separation, groups_max: 2, ..settings(8, group, 4) };
+        let settings =
+            Settings { groups_max: 2, ..settings(8, group, 4) }.with("separation", separation);
         let mut node = Node::new(nic.clone(), settings.clone()).unwrap();
         let a = Raw::join(&nic, &mut node, 1, &settings);
         let mut held = Vec::new();
@@ -253,7 +255,7 @@ fn chunks_of_every_group_size_are_granted_used_and_freed() {
 #[test]
 fn without_separation_every_access_qp_allocates() {
     let nic = SoftNic::inline();
-    let settings = Settings { separation: false, groups_max: 1, ..settings(12, 4, 4) };
+    let settings = Settings { groups_max: 1, ..settings(12, 4, 4) }.with("separation", false);
     let mut node = Node::new(nic.clone(), settings.clone()).unwrap();
     let mut a = Raw::join(&nic, &mut node, 1, &settings);
     for round in 0..40 {
@@ -288,7 +290,7 @@ fn many_laps_with_many_in_flight_keep_the_pool_whole() {
 
 fn many_laps(separation: bool) {
     let nic = SoftNic::inline();
-    let settings = Settings { separation, groups_max: 1, ..settings(7, 3, 8) };
+    let settings = Settings { groups_max: 1, ..settings(7, 3, 8) }.with("separation", separation);
     let mut node = Node::new(nic.clone(), settings.clone()).unwrap();
     let clients: Vec<Raw> = (1..=3).map(|id| Raw::join(&nic, &mut node, id, &settings)).collect();
     let mut held: Vec<Vec<Chunk>> = vec![Vec::new(); 3];

@@ -182,12 +182,12 @@ fn cores_share_one_table() {
     const ROUNDS: u32 = 300;
     for scheme in SCHEMES {
         let nic = SoftNic::inline();
-        let settings =
-            Settings { cores: 4, clients_max: CLIENTS, ..settings(scheme, CLIENTS as u64 + 3) };
+        let settings = Settings { clients_max: CLIENTS, ..settings(scheme, CLIENTS as u64 + 3) }
+            .with("cores", 4);
         let mut node = Node::new(&nic, &settings).unwrap();
         let hands: Vec<Hand> = (1..=CLIENTS).map(|id| Hand::join(&nic, &mut node, id)).collect();
-        let workers = node.take_workers();
-        assert_eq!((workers.len(), node.workers()), (4, 4));
+        let workers = node.cpu().workers;
+        assert_eq!(workers.len(), 4);
         // The compute nodes of a core are those that it answers.
         let held = Arc::new(Mutex::new(BTreeSet::new()));
         let left = AtomicU32::new(CLIENTS);

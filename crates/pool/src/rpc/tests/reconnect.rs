@@ -41,7 +41,7 @@ fn reset_wakes_the_cpu_for_undelivered_grants() {
         // The receives are flushed now, so that no completion is left for the reset.
         hand.send(&[1; REQUEST_BYTES + 1]);
         while node.poll().unwrap() {}
-        let events = node.events().unwrap();
+        let events = node.cpu().events.unwrap();
         assert!(!events.wait(Duration::ZERO).unwrap(), "{scheme}: an event is pending");
         make_anew(&mut node, &hand);
         assert!(events.wait(Duration::ZERO).unwrap(), "{scheme}: no event arrived");

@@ -163,11 +163,11 @@ impl<N: Nic> Core<N> {
     pub fn new(
         nic: &N,
         pd: &N::Pd,
-        (settings, opening): (&Settings, Opening),
+        (settings, opening, cores): (&Settings, Opening, u32),
         index: usize,
     ) -> Result<Self, Error> {
         // A new compute node is assigned to the core with the fewest.
-        let clients = settings.clients_max.div_ceil(settings.cores.min(settings.clients_max));
+        let clients = settings.clients_max.div_ceil(cores);
         let in_flight = clients * settings.credits;
         let requests = nic.create_cq(CqAttr {
             entries: 2 * in_flight + CqEvents::<N>::MARGIN,

@@ -94,7 +94,7 @@ impl Hostile {
     /// Uses the metadata's key, or a key near it, on an access QP. Only the service's QP may use
     /// that key.
     fn access_metadata(&mut self) {
-        let Some(metadata) = self.terms.metadata else { return };
+        let Some(metadata) = pool::finemem::Metadata::of(&self.terms) else { return };
         let tag = match self.random.below(2) {
             0 => 0,
             _ => self.random.below(256) as u32,
