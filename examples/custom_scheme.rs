@@ -249,7 +249,7 @@ impl<N: Nic> Client<N> {
 
     async fn ask(&self, attempt: &str, entry: u32) -> Result<[u8; ANSWER], Error> {
         let slot = self.queue.slot().await;
-        let at = slot.slot() as usize * ANSWER;
+        let at = slot.slot().as_usize() * ANSWER;
         let to = self.answers.sge(at, ANSWER as u32);
         self.queue.ask(attempt, &entry.to_be_bytes(), &[to]).await?;
         let mut answer = [0; ANSWER];
@@ -267,15 +267,15 @@ impl<N: Nic> ClientScheme for Client<N> {
             let addr = u64::from(word(8)) << 32 | u64::from(word(12));
             match entry {
                 NONE => Err(Error::OutOfMemory { bytes: self.chunk_bytes }),
-                _ => Ok(Grant::new(addr, self.chunk_bytes, entry, group, &[key])),
+                _ => Ok(Grant::new(addr, self.chunk_bytes, entry.into(), group, &[key])),
             }
         })
     }
 
     fn free<'a>(&'a self, grant: &'a Grant) -> Answer<'a, ()> {
         Box::pin(async move {
-            let answer = self.ask("freeing a chunk", grant.entry).await?;
-            match answer[..4] == grant.entry.to_be_bytes() {
+            let answer = self.ask("freeing a chunk", grant.entry.raw()).await?;
+            match answer[..4] == grant.entry.raw().to_be_bytes() {
                 true => Ok(()),
                 false => Err(Error::NotYours { entry: grant.entry }),
             }

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{RecvFlags, recv};
+use units::Random;
 
 /// Number of recent packets that are kept for the report of a failure.
 const RECENT: usize = 60;
@@ -132,7 +133,7 @@ pub struct ImpairedLink {
 /// State that the owner of a running link can read and change.
 struct State {
     impairment: Impairment,
-    random: u64,
+    random: Random,
     counts: Counts,
     /// Captured packets with the number of the sending end; at most `capture_max`.
     capture: Vec<(usize, Vec<u8>)>,
@@ -174,7 +175,7 @@ impl ImpairedLink {
         let stop = Arc::new(AtomicBool::new(false));
         let state = Arc::new(Mutex::new(State {
             impairment,
-            random: impairment.seed | 1,
+            random: Random::new(impairment.seed),
             counts: Counts::default(),
             capture: Vec::new(),
             capture_max: 0,
@@ -195,7 +196,7 @@ impl ImpairedLink {
     /// Changes the impairments from now on.
     pub fn set_impairment(&self, impairment: Impairment) {
         let mut state = self.state();
-        (state.impairment, state.random) = (impairment, impairment.seed | 1);
+        (state.impairment, state.random) = (impairment, Random::new(impairment.seed));
     }
 
     /// The counters.
@@ -274,7 +275,7 @@ impl Forwarder {
             }
             if state.happens(state.impairment.delayed) {
                 state.counts.delayed += 1;
-                let delay = Duration::from_micros(state.next() % 2000);
+                let delay = Duration::from_micros(state.random.below(2000));
                 self.delayed.push_back((Instant::now() + delay, to, packet.to_vec()));
                 return;
             }
@@ -309,13 +310,6 @@ impl State {
     }
 
     fn happens(&mut self, per_thousand: u32) -> bool {
-        self.next() % 1000 < u64::from(per_thousand)
-    }
-
-    fn next(&mut self) -> u64 {
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        self.random
+        self.random.below(1000) < u64::from(per_thousand)
     }
 }

@@ -3,7 +3,7 @@
 //! The tests need network namespaces; they are skipped if this user may not create any.
 
 use anyhow::{Context, Result, ensure};
-use bench::histogram::Latencies;
+use bench_report::histogram::Latencies;
 use granary_tests::hosts::Hosts;
 use granary_tests::node::full;
 use granary_tests::scene::{Programs, Scene};

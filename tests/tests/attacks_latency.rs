@@ -11,7 +11,7 @@
 //! with a normal neighbour that sleeps between its READs.
 
 use anyhow::{Context, Result, ensure};
-use bench::histogram::Latencies;
+use bench_report::histogram::Latencies;
 use granary_tests::node::full;
 use granary_tests::scene::{Process, Programs, Scene};
 use granary_tests::thread::Thread;

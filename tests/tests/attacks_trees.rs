@@ -100,7 +100,8 @@ fn management_qp_can_free_a_foreign_block() -> Result<()> {
         victim.write_blocking(grant, 0, b"a secret")?;
     }
     let keys: Vec<u32> = lost.keys().iter().map(|k| k.0).collect();
-    let of = json!([{ "entry": lost.entry, "addr": lost.addr, "len": lost.len, "keys": keys }]);
+    let of =
+        json!([{ "entry": lost.entry.raw(), "addr": lost.addr, "len": lost.len, "keys": keys }]);
     let report = hostile(&node, "tree-takes", &["--of", &of.to_string()])?;
     ensure!(number(&report, "taken") == 1, "{report}");
     let mut bytes = [0; 8];

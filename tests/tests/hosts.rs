@@ -161,7 +161,7 @@ fn clients_killed_over_an_impaired_link_are_reclaimed() -> Result<()> {
         let node = MemoryNode::start_on(&hosts, &format!("bad-{scheme}"), V4[0], &arguments)?;
         let pool = node.pool_at(V4[0]);
         let mut living = Client::start(&hosts, &pool, 8)?;
-        let mut random = 0x5eed_u64;
+        let mut random = units::Random::new(0x5eed);
         for seed in 0..kills {
             let mut victims = [
                 Client::start(&hosts, &pool, 100 + seed)?,
@@ -169,8 +169,7 @@ fn clients_killed_over_an_impaired_link_are_reclaimed() -> Result<()> {
             ];
             victims.each_mut().map(|victim| victim.work(1)).into_iter().collect::<Result<()>>()?;
             // A random delay, so that a client dies in a random state.
-            random = random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
-            std::thread::sleep(Duration::from_micros(random >> 50));
+            std::thread::sleep(Duration::from_micros(random.below(1 << 14)));
             drop(victims);
             living.work(5)?;
             wait_for_reclaim(&node, 1)?;

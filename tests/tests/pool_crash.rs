@@ -102,7 +102,7 @@ impl Living {
 fn pattern(grant: &Grant) -> [u8; 4096] {
     let mut text = [0; 4096];
     for (i, byte) in text.iter_mut().enumerate() {
-        *byte = (grant.entry as usize * 31 + i) as u8 | 1;
+        *byte = (grant.entry.as_usize() * 31 + i) as u8 | 1;
     }
     text
 }
@@ -183,19 +183,13 @@ fn kill(
     gate: &RwLock<()>,
     (seed, kills): (u64, u64),
 ) -> Result<Duration> {
-    let mut random = seed;
-    let mut next = || {
-        random ^= random << 13;
-        random ^= random >> 7;
-        random ^= random << 17;
-        random
-    };
+    let mut random = units::Random::new(seed);
     let mut slowest = Duration::ZERO;
     for _ in 0..kills / TOGETHER {
         let mut victims = Vec::new();
         for _ in 0..TOGETHER {
-            let life = Duration::from_micros(next() % LIFE_US);
-            victims.push((Instant::now() + life, victim(node, "churn", next() | 1)?));
+            let life = Duration::from_micros(random.below(LIFE_US));
+            victims.push((Instant::now() + life, victim(node, "churn", random.bits())?));
         }
         victims.sort_by_key(|(until, _)| *until);
         for (until, mut victim) in victims {

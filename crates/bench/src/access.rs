@@ -16,10 +16,12 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::histogram::Latencies;
-use crate::plot::{Axis, Lines};
-use crate::record::{BASELINE_NIC, BASELINE_SCHEME, Record, Setting, Statistic, Unit, series};
-use crate::table::{Pivot, Table};
+use bench_report::histogram::Latencies;
+use bench_report::plot::{Axis, Lines};
+use bench_report::record::{
+    BASELINE_NIC, BASELINE_SCHEME, Record, Setting, Statistic, Unit, series,
+};
+use bench_report::table::{Pivot, Table};
 
 /// Name of the experiment.
 pub const EXPERIMENT: &str = "access";

@@ -29,13 +29,13 @@ use serde::{Deserialize, Serialize};
 use verbs::Nic;
 
 use crate::Error;
-use crate::claims::Claims;
-use crate::histogram::Latencies;
-use crate::number::engineering;
-use crate::plot::{Axis, Lines, Panels};
-use crate::record::{Record, Setting, Statistic, Unit, series};
-use crate::size::Size;
-use crate::table::{Cell, Pivot, Table};
+use bench_report::claims::Claims;
+use bench_report::histogram::Latencies;
+use bench_report::plot::{Axis, Lines, Panels};
+use bench_report::record::{Record, Setting, Statistic, Unit, series};
+use bench_report::table::{Cell, Pivot, Table};
+use units::Size;
+use units::number::engineering;
 
 /// Name of the experiment.
 pub const EXPERIMENT: &str = "alloc";

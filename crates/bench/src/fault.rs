@@ -15,15 +15,14 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::histogram::Latencies;
-use crate::plot::Bars;
-use crate::record::{BASELINE_NIC, BASELINE_SCHEME, Record, Setting, Statistic, Unit};
-use crate::table::{Pivot, Table};
+use bench_report::histogram::Latencies;
+use bench_report::plot::Bars;
+use bench_report::record::{BASELINE_NIC, BASELINE_SCHEME, Record, Setting, Statistic, Unit};
+use bench_report::table::{Pivot, Table};
+use units::PAGE_BYTES;
 
 /// Name of the experiment.
 pub const EXPERIMENT: &str = "fault";
-/// Bytes of a page.
-pub const PAGE_BYTES: usize = 4096;
 
 /// The order in which pages are touched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -222,7 +222,7 @@ struct Wait {
 
 impl Wait {
     fn new() -> Self {
-        let cores = thread::available_parallelism().map_or(1, usize::from);
+        let cores = units::cpus::cores();
         Self { spins: 0, limit: if cores == 1 { 0 } else { SPINS } }
     }
 

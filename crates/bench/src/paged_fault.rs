@@ -12,8 +12,8 @@
 
 use std::time::{Duration, Instant};
 
-use crate::fault::{Outcome, PAGE_BYTES, Pattern};
-use crate::rng::Rng;
+use crate::fault::{Outcome, Pattern};
+use units::{PAGE_BYTES, Random};
 
 /// Pages between two clock readings, with sequential touches.
 const BATCH_PAGES: usize = 64;
@@ -50,7 +50,7 @@ impl Memory {
         // One extra page, because an allocation may start in the middle of a page.
         let mut words = vec![0; (pages + 1) * PAGE_WORDS];
         let mut order: Vec<u32> = (0..pages as u32).collect();
-        Rng::new(0x6772_616e, 0).shuffle(&mut order);
+        Random::stream(0x6772_616e, 0).shuffle(&mut order);
         for page in 0..pages {
             words[page * PAGE_WORDS] = stamp(page);
         }

@@ -38,8 +38,8 @@ use verbs::{
 
 use crate::Error;
 use crate::access::{Meter, Outcome};
-use crate::record::{Record, Setting, Statistic};
-use crate::table::{Pivot, Table};
+use bench_report::record::{Record, Setting, Statistic};
+use bench_report::table::{Pivot, Table};
 
 /// Name of the experiment.
 pub const EXPERIMENT: &str = "pingpong";

@@ -8,7 +8,7 @@ use rnic::nic::SoftNic;
 use verbs::executor::block_on;
 
 use crate::inline_client::{self, Connection};
-use crate::rng::Rng;
+use units::Random;
 
 const CHUNK: u64 = 4096;
 /// Number of distinct timestamps.
@@ -51,7 +51,7 @@ pub fn allocations_until_wrap(
         .map(|number| inline_client::connect(&nic, &mut node, &settings, number))
         .collect::<Result<Vec<Connection>, _>>()?;
     let mut held: Vec<Vec<Grant>> = vec![Vec::new(); connections.len()];
-    let mut rng = Rng::new(SEED, 0);
+    let mut rng = Random::stream(SEED, 0);
     let books = node.allocation_view();
     let mut last: Vec<u32> = books.timestamps().collect();
     let mut moved = vec![0; last.len()];

@@ -13,8 +13,8 @@
 //! With random touches the memory is dropped between the rounds, outside the measured time, so that
 //! only the fault is measured.
 //!
-//! In records the scheme is [`crate::record::BASELINE_SCHEME`] and the NIC
-//! [`crate::record::BASELINE_NIC`].
+//! In records the scheme is [`bench_report::record::BASELINE_SCHEME`] and the NIC
+//! [`bench_report::record::BASELINE_NIC`].
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -27,9 +27,9 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::Error;
 use crate::cores::{self, system};
-use crate::fault::{Outcome, PAGE_BYTES, Pattern, Spec};
-use crate::histogram::Latencies;
-use crate::rng::Rng;
+use crate::fault::{Outcome, Pattern, Spec};
+use bench_report::histogram::Latencies;
+use units::{PAGE_BYTES, Random};
 
 /// Pages per UFFDIO_COPY with sequential touches.
 const BATCH_PAGES: usize = 64;
@@ -145,7 +145,7 @@ struct Toucher<'a> {
 impl Toucher<'_> {
     fn random(&self, duration: Duration) -> Result<Outcome, Error> {
         let mut order: Vec<usize> = (0..self.pages).collect();
-        let mut random = Rng::new(0x6772_616e, 0);
+        let mut random = Random::stream(0x6772_616e, 0);
         let mut outcome = Outcome::default();
         let mut warm_up = WARM_UP_PAGES;
         while outcome.elapsed < duration && !self.failed() {

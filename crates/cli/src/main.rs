@@ -65,9 +65,13 @@ fn main() -> ExitCode {
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    let print = match error.downcast_ref::<bench::Error>() {
+        Some(bench::Error::Report(error)) => Some(error),
+        _ => error.downcast_ref::<bench_report::Error>(),
+    };
     matches!(
-        error.downcast_ref::<bench::Error>(),
-        Some(bench::Error::Print(error)) if error.kind() == io::ErrorKind::BrokenPipe
+        print,
+        Some(bench_report::Error::Print(error)) if error.kind() == io::ErrorKind::BrokenPipe
     )
 }
 

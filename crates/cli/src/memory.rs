@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use bench::size::Size;
+use units::Size;
 
 /// Memory in bytes that this process can use; `None` where the kernel does not report it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

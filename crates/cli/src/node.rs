@@ -9,8 +9,6 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use bench::number::thousands;
-use bench::size::Size;
 use metrics::Samples;
 use pool::budget::{BudgetStatus, Use};
 use pool::protocol::{Dropped, Status, Trouble};
@@ -20,6 +18,8 @@ use pool::{
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tempfile::NamedTempFile;
+use units::Size;
+use units::number::thousands;
 
 use crate::child::ChildProcess;
 use crate::log::LogLevel;

@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
-use bench::progress::Progress;
-use bench::report::Report;
-use bench::size::Size;
+use bench_report::progress::Progress;
+use bench_report::report::Report;
 use pool::{Address, Remote, Settings};
+use units::Size;
 
 use crate::UsageError;
 

@@ -3,11 +3,11 @@
 
 use std::fmt;
 
-use bench::number::thousands;
-use bench::size::Size;
 use pager::stats::{Counter, Summary};
 use pool::protocol::Status;
 use serde::{Deserialize, Serialize};
+use units::Size;
+use units::number::thousands;
 
 use crate::child;
 use crate::node::CpuTimes;

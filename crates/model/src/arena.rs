@@ -21,11 +21,10 @@ use std::cell::Cell;
 use std::ptr;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+use units::PAGE_BYTES as PAGE;
 
 /// Bytes that are compared, hashed and restored as a unit.
 const BLOCK: usize = 256;
-/// Bytes that are skipped at once if none of them has changed.
-const PAGE: usize = 4096;
 
 /// Kinds of zones, in address order.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

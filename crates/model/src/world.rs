@@ -137,7 +137,7 @@ impl World {
         }
         let mut windows = [[Key::default(); GROUP]; CHUNKS];
         for (i, keys) in windows[..config.chunks as usize].iter_mut().enumerate() {
-            for (key, at) in memory.window_keys(i as u32).zip(keys) {
+            for (key, at) in memory.window_keys(pool::index::EntryId::new(i as u32)).zip(keys) {
                 *at = key;
             }
         }

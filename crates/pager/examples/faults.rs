@@ -19,7 +19,7 @@ fn pin(core: Option<usize>) {
     // SAFETY: a zero set is valid; the calling thread's affinity only.
     unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();
-        let all = 0..std::thread::available_parallelism().map_or(1, usize::from).max(2);
+        let all = 0..units::cpus::cores().max(2);
         for index in core.map_or(all, |core| core..core + 1) {
             libc::CPU_SET(index, &mut set);
         }
@@ -34,13 +34,7 @@ fn touch(base: usize, page: usize) {
 
 fn shuffled(count: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..count).collect();
-    let mut state = 88172645463325252u64;
-    for index in (1..count).rev() {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        order.swap(index, state as usize % (index + 1));
-    }
+    units::Random::new(1).shuffle(&mut order);
     order
 }
 

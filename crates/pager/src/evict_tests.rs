@@ -102,9 +102,9 @@ fn frozen_slot_keeps_content_when_page_is_stored_again() {
     let first = first_page(&pager, start);
     let old = slot(&pager, first);
     let other = slot(&pager, PageId(first.0 + 1));
-    pager.slots().freeze();
+    let epoch = pager.slots().freeze();
     pager.slots().end_freezing();
-    // The second page is dropped. Its slot is free only after the thaw.
+    // The second page is dropped. Its slot is free only when no child needs it.
     pager.advise(start as usize + PAGE_BYTES, PAGE_BYTES, libc::MADV_DONTNEED).unwrap();
     fill(&pager, start, 1, 2);
     let more = map(&pager, 300, 3);
@@ -118,11 +118,11 @@ fn frozen_slot_keeps_content_when_page_is_stored_again() {
     fill(&pager, start, 1, 4);
     store(&pager);
     assert_eq!(slot(&pager, first), new);
-    let thawed = pager.slots().thaw();
-    pager.note_emptied(thawed);
+    let emptied = pager.slots().remove_dependent(epoch);
+    pager.note_emptied(emptied);
     pager.advise(more as usize, 300 * PAGE_BYTES, libc::MADV_DONTNEED).unwrap();
     pager.advise(start as usize, PAGE_BYTES, libc::MADV_DONTNEED).unwrap();
-    assert_eq!(pager.slots().held(), (0, 0), "frozen slots are free after the thaw");
+    assert_eq!(pager.slots().held(), (0, 0), "frozen slots are free once no child needs them");
 }
 
 /// Maps pages of `byte`, makes them unreadable, and evicts them.

@@ -15,6 +15,7 @@
 //! Room: `resident` counts the pages that are resident or about to be. It is raised before a page
 //! is mapped and never passes `limit`, except for pages of a forking thread.
 
+use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
@@ -37,7 +38,7 @@ use crate::streams::Streams;
 use crate::sys::{self, FileSizeSignalBlocked, PAGE_BYTES};
 use crate::transport::{ChunkHandle, Transport, TransportError};
 use crate::uffd::{Features, Uffd};
-use crate::unpaged::{self, UnpagedMonitor};
+use crate::unpaged::UnpagedMonitor;
 use crate::{Error, descriptor};
 
 /// Frames into which the handler reads: the size of its largest batch.
@@ -60,7 +61,21 @@ pub fn current() -> Option<&'static Pager> {
 /// Makes `pager` the one that [`current`] returns.
 pub fn set_current(pager: &'static Arc<Pager>) {
     CURRENT.store(Arc::as_ptr(pager).cast_mut(), Ordering::Release);
-    unpaged::measure_at_exit();
+    measure_at_exit();
+}
+
+/// Registers a call of [`Pager::measure_unpaged`] for the program's `exit`, once.
+fn measure_at_exit() {
+    static DONE: AtomicBool = AtomicBool::new(false);
+    extern "C" fn at_exit() {
+        if let Some(pager) = current() {
+            pager.measure_unpaged(true);
+        }
+    }
+    if !DONE.swap(true, Ordering::AcqRel) {
+        // SAFETY: a function of this library, which is never unloaded.
+        unsafe { libc::atexit(at_exit) };
+    }
 }
 
 /// Attempted operation in the error that a limit of the address space causes.
@@ -190,7 +205,7 @@ impl Pager {
             let bytes = memory.frames as usize * PAGE_BYTES;
             sys::madvise(memory.base as usize, bytes, libc::MADV_DONTFORK)
         };
-        let evicts_inline = sys::cores() <= 2;
+        let evicts_inline = units::cpus::cores() <= 2;
         let reserved = READ_FRAMES + CHILD_FRAMES + INHERIT_FRAMES;
         let frames_bytes = u64::from(memory.frames) * PAGE_BYTES as u64;
         if memory.frames < reserved + 64 || frames_bytes * 2 > config.local_bytes {
@@ -337,6 +352,18 @@ impl Pager {
             // A poisoned lock must not look like a busy one: the caller would retry forever.
             Err(TryLockError::Poisoned(_)) => panic!("a thread panicked while it held evict_lock"),
         }
+    }
+
+    /// Measures unpaged memory if it seems to have changed, and records the result. Returns true if
+    /// it was measured.
+    pub(crate) fn measure_unpaged(&self, at_exit: bool) -> bool {
+        let is_own =
+            |range: &Range<usize>| self.region.contains(range.start) || sys::is_own_mapping(range);
+        let measured = self.unpaged_monitor.measure(at_exit, self.resident(), is_own);
+        if let Some(usage) = &measured {
+            self.stats.record_unpaged(usage, !self.forks.is_light());
+        }
+        measured.is_some()
     }
 
     pub(crate) fn slots(&self) -> MutexGuard<'_, Slots> {

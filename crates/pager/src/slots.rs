@@ -12,12 +12,15 @@
 //! Pages that are evicted together get adjacent slots, so that they are written and read in one
 //! transfer.
 //!
-//! Slots are *frozen* while a forked child may still read their content (see [`crate::fork`]). A
-//! frozen slot is neither overwritten nor reused until [`Slots::thaw`].
+//! Slots are *frozen* while a forked child may still read their content (see [`crate::fork`]). Each
+//! fork begins an *epoch*; a child needs the slots that were used at its fork. A frozen slot is
+//! neither overwritten nor reused while the child of any epoch from the slot's first freeze to its
+//! free lives. So slots return although children overlap without a gap.
 //!
 //! Invariants: a used slot belongs to one page or one frame; `live` is the number of used slots of
 //! a chunk; a chunk without used slots does not exist.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use crate::page_table::PageId;
@@ -66,11 +69,24 @@ pub struct Place {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Emptied(pub ChunkLocation);
 
+/// Number of a fork. Forks without a gap between their children have ascending numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Epoch(pub u32);
+
 struct Chunk {
     location: ChunkLocation,
     used: Vec<u64>,
-    frozen: Vec<u64>,
+    /// Epoch of the first freeze of each slot, 0 for a slot that was never frozen. Empty if that
+    /// is so for all.
+    frozen: Vec<u32>,
     live: u32,
+}
+
+/// A slot whose freeing waits for children.
+struct Deferred {
+    slot: SlotId,
+    /// Epochs whose children may read the slot.
+    epochs: std::ops::RangeInclusive<Epoch>,
 }
 
 /// All slots of a process.
@@ -83,7 +99,12 @@ pub struct Slots {
     overflow_free: Vec<u32>,
     overflow_next: u32,
     full_since: Option<Instant>,
-    deferred: Vec<SlotId>,
+    /// Ascending by the last epoch.
+    deferred: Vec<Deferred>,
+    /// The latest epoch. Restarts at 0 when no child needs a slot.
+    epoch: Epoch,
+    /// Number of children per epoch that need slots.
+    dependents: BTreeMap<Epoch, u32>,
     freezing: bool,
     pool_chunks: u32,
     overflow_chunks: u32,
@@ -107,6 +128,8 @@ impl Slots {
             overflow_next: 0,
             full_since: None,
             deferred: Vec::new(),
+            epoch: Epoch(0),
+            dependents: BTreeMap::new(),
             freezing: false,
             pool_chunks: 0,
             overflow_chunks: 0,
@@ -152,8 +175,8 @@ impl Slots {
                     set(&mut chunk.used, page, true);
                     chunk.live += 1;
                     if self.freezing {
-                        chunk.frozen.resize(chunk.used.len(), 0);
-                        set(&mut chunk.frozen, page, true);
+                        chunk.frozen.resize(pages as usize, 0);
+                        chunk.frozen[page as usize] = self.epoch.0;
                     }
                     self.cursor = page + 1;
                     return Ok(SlotId(u64::from(index) << self.pages_log2 | u64::from(page)));
@@ -235,30 +258,45 @@ impl Slots {
 
     /// Returns true if the slot must not be overwritten.
     pub fn is_frozen(&self, slot: SlotId) -> bool {
-        if slot.inherited_page().is_some() {
-            return true;
-        }
-        let (index, page) = self.split(slot);
-        let chunk = self.chunks[index].as_ref().expect("a slot's chunk exists");
-        !chunk.frozen.is_empty() && get(&chunk.frozen, page)
+        slot.inherited_page().is_some() || self.is_needed(self.first_freeze(slot), self.epoch)
     }
 
-    /// Frees a slot, or defers this until the thaw if the slot is frozen. If the slot's chunk
-    /// becomes empty, the chunk is removed, and the caller frees the returned location.
+    /// Returns the epoch of the slot's first freeze, 0 if it was never frozen.
+    fn first_freeze(&self, slot: SlotId) -> Epoch {
+        let (index, page) = self.split(slot);
+        let chunk = self.chunks[index].as_ref().expect("a slot's chunk exists");
+        Epoch(chunk.frozen.get(page as usize).copied().unwrap_or(0))
+    }
+
+    /// Returns true if a child of one of these epochs lives.
+    fn is_needed(&self, first: Epoch, last: Epoch) -> bool {
+        first != Epoch(0) && self.dependents.range(first..=last).next().is_some()
+    }
+
+    /// Frees a slot, or defers this until no child needs the slot if it is frozen. If the slot's
+    /// chunk becomes empty, the chunk is removed, and the caller frees the returned location.
     #[must_use]
     pub fn free(&mut self, slot: SlotId) -> Option<Emptied> {
         if slot.inherited_page().is_some() {
             self.inherited -= 1;
             return None;
         }
-        if self.is_frozen(slot) {
-            self.deferred.push(slot);
+        let first = self.first_freeze(slot);
+        if self.is_needed(first, self.epoch) {
+            self.deferred.push(Deferred { slot, epochs: first..=self.epoch });
             return None;
         }
+        self.free_now(slot)
+    }
+
+    fn free_now(&mut self, slot: SlotId) -> Option<Emptied> {
         let (index, page) = self.split(slot);
         let chunk = self.chunks[index].as_mut().expect("a slot's chunk exists");
         assert!(get(&chunk.used, page), "{slot:?} is freed twice");
         set(&mut chunk.used, page, false);
+        if let Some(first) = chunk.frozen.get_mut(page as usize) {
+            *first = 0;
+        }
         chunk.live -= 1;
         if chunk.live > 0 {
             return None;
@@ -281,17 +319,23 @@ impl Slots {
         Some(Emptied(location))
     }
 
-    /// Freezes all used slots, and all slots that are allocated until [`Slots::end_freezing`].
-    pub fn freeze(&mut self) {
+    /// Begins the epoch of a fork: freezes all used slots, and all slots that are allocated until
+    /// [`Slots::end_freezing`]. One child needs them, until [`Slots::remove_dependent`].
+    pub fn freeze(&mut self) -> Epoch {
+        // After 2^32 forks without a gap, all further ones share an epoch, so that slots stay
+        // frozen for longer than necessary.
+        self.epoch = Epoch(self.epoch.0.saturating_add(1));
         self.freezing = true;
+        self.add_dependent(self.epoch);
         for chunk in self.chunks.iter_mut().flatten() {
-            if chunk.frozen.is_empty() {
-                chunk.frozen = vec![0; chunk.used.len()];
-            }
-            for (frozen, used) in chunk.frozen.iter_mut().zip(&chunk.used) {
-                *frozen |= used;
+            chunk.frozen.resize(1 << self.pages_log2, 0);
+            for (page, first) in chunk.frozen.iter_mut().enumerate() {
+                if *first == 0 && get(&chunk.used, page as u32) {
+                    *first = self.epoch.0;
+                }
             }
         }
+        self.epoch
     }
 
     /// Ends the freezing of newly allocated slots.
@@ -299,14 +343,42 @@ impl Slots {
         self.freezing = false;
     }
 
-    /// Unfreezes all slots, and frees those whose freeing was deferred. Returns the chunks that
-    /// became empty.
+    /// Counts one more child that needs the slots of an epoch.
+    pub fn add_dependent(&mut self, epoch: Epoch) {
+        *self.dependents.entry(epoch).or_default() += 1;
+    }
+
+    /// Returns true if a child needs frozen slots.
+    pub fn has_dependents(&self) -> bool {
+        !self.dependents.is_empty()
+    }
+
+    /// Records that one child less needs the slots of an epoch, and frees the slots that no child
+    /// needs any more and whose freeing was deferred. Returns the chunks that became empty.
     #[must_use]
-    pub fn thaw(&mut self) -> Vec<Emptied> {
-        for chunk in self.chunks.iter_mut().flatten() {
-            chunk.frozen = Vec::new();
+    pub fn remove_dependent(&mut self, epoch: Epoch) -> Vec<Emptied> {
+        let children = self.dependents.get_mut(&epoch).expect("a child of this epoch was counted");
+        *children -= 1;
+        if *children > 0 {
+            return Vec::new();
         }
-        std::mem::take(&mut self.deferred).into_iter().filter_map(|slot| self.free(slot)).collect()
+        self.dependents.remove(&epoch);
+        // Slots that were freed before this epoch do not depend on its children.
+        let from = self.deferred.partition_point(|deferred| *deferred.epochs.end() < epoch);
+        let mut emptied = Vec::new();
+        for deferred in self.deferred.split_off(from) {
+            let (first, last) = deferred.epochs.clone().into_inner();
+            if self.is_needed(first, last) {
+                self.deferred.push(deferred);
+            } else {
+                emptied.extend(self.free_now(deferred.slot));
+            }
+        }
+        if self.dependents.is_empty() {
+            self.chunks.iter_mut().flatten().for_each(|chunk| chunk.frozen = Vec::new());
+            self.epoch = Epoch(0);
+        }
+        emptied
     }
 }
 
@@ -391,11 +463,11 @@ mod tests {
     }
 
     #[test]
-    fn frozen_slots_are_not_reused_before_the_thaw() {
+    fn frozen_slots_are_not_reused_while_a_child_needs_them() {
         let pool = pool(8);
         let mut slots = Slots::new(1 << 20);
         let old = slots.allocate(&pool).unwrap();
-        slots.freeze();
+        let epoch = slots.freeze();
         let during = slots.allocate(&pool).unwrap();
         assert!(slots.is_frozen(during));
         slots.end_freezing();
@@ -404,13 +476,13 @@ mod tests {
         assert_eq!((slots.free(old), slots.free(during)), (None, None));
         let mut later: Vec<_> = (0..400).map(|_| slots.allocate(&pool).unwrap()).collect();
         assert!(!later.contains(&old) && !later.contains(&during));
-        assert_eq!(slots.thaw(), []);
+        assert_eq!(slots.remove_dependent(epoch), []);
         assert!(!slots.is_frozen(new));
         later.push(new);
         for slot in later {
             free_location(&pool, slots.free(slot));
         }
-        assert_eq!(slots.held(), (0, 0), "slots freed while frozen are free after the thaw");
+        assert_eq!(slots.held(), (0, 0), "slots freed while frozen are free without the child");
     }
 
     proptest! {

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::store::FileTransport;
+use proptest::prelude::*;
 
 /// Pages of a chunk of 1 MiB.
 const PAGES: usize = 256;
@@ -96,17 +97,115 @@ fn full_pool_is_tried_again_after_the_interval() {
 }
 
 #[test]
-fn chunks_emptied_while_frozen_are_freed_by_the_thaw() {
+fn chunks_emptied_while_frozen_are_freed_with_the_last_child() {
     let pool = pool(2);
     let mut slots = Slots::new(1 << 20);
     let allocated = allocate(&mut slots, &pool, PAGES);
     let location = slots.place(allocated[0]).location;
-    slots.freeze();
+    let epoch = slots.freeze();
     slots.end_freezing();
     for slot in allocated {
         assert_eq!(slots.free(slot), None);
     }
     assert_eq!(slots.held(), (1, 0));
-    assert_eq!(slots.thaw(), [Emptied(location)]);
+    assert_eq!(slots.remove_dependent(epoch), [Emptied(location)]);
     assert_eq!(slots.held(), (0, 0));
+}
+
+/// Children overlap without a gap, as in a server with a process per request.
+#[test]
+fn slots_are_freed_although_children_overlap() {
+    let pool = pool(4);
+    let mut slots = Slots::new(1 << 20);
+    let mut page = slots.allocate(&pool).unwrap();
+    let mut previous = slots.freeze();
+    slots.end_freezing();
+    for _ in 0..10_000 {
+        // The page is stored again, in another slot, and the next child is made before the previous
+        // one ends.
+        assert!(slots.is_frozen(page));
+        assert_eq!(slots.free(page), None);
+        page = slots.allocate(&pool).unwrap();
+        assert!(!slots.is_frozen(page), "no child has seen this slot");
+        let next = slots.freeze();
+        slots.end_freezing();
+        assert_eq!(slots.remove_dependent(std::mem::replace(&mut previous, next)), []);
+        assert!(slots.deferred.len() <= 1, "{} slots wait", slots.deferred.len());
+    }
+    assert_eq!(slots.held(), (1, 0));
+}
+
+/// A child that lives for long needs the slots of its own fork, and no slots of later forks.
+#[test]
+fn old_child_keeps_only_the_slots_of_its_fork() {
+    let pool = pool(4);
+    let mut slots = Slots::new(1 << 20);
+    let old = slots.allocate(&pool).unwrap();
+    let daemon = slots.freeze();
+    slots.end_freezing();
+    assert_eq!(slots.free(old), None);
+    let newer = slots.allocate(&pool).unwrap();
+    let short = slots.freeze();
+    slots.add_dependent(short);
+    slots.end_freezing();
+    assert_eq!(slots.free(newer), None);
+    assert_eq!(slots.remove_dependent(short), []);
+    assert_eq!(slots.deferred.len(), 2, "the second child of that fork lives");
+    assert_eq!(slots.remove_dependent(short), []);
+    let waiting: Vec<_> = slots.deferred.iter().map(|deferred| deferred.slot).collect();
+    assert_eq!(waiting, [old]);
+    assert_eq!(slots.remove_dependent(daemon).len(), 1);
+    assert_eq!((slots.held(), slots.has_dependents()), ((0, 0), false));
+}
+
+proptest! {
+    /// A model keeps, for each child, the set of slots that were used at its fork. None of them
+    /// may be allocated while the child lives, and all slots that no child needs are free.
+    #[test]
+    fn frozen_slots_are_kept_for_the_children_that_need_them(
+        steps in prop::collection::vec((0u8..5, 0usize..1000), 1..400)
+    ) {
+        let pool = pool(8);
+        let mut slots = Slots::new(1 << 20);
+        let mut held: Vec<SlotId> = Vec::new();
+        let mut children: Vec<(Epoch, Vec<SlotId>)> = Vec::new();
+        for (kind, at) in steps {
+            match kind {
+                0 => {
+                    let slot = slots.allocate(&pool).unwrap();
+                    prop_assert!(!children.iter().any(|(_, needs)| needs.contains(&slot)));
+                    prop_assert!(!slots.is_frozen(slot));
+                    held.push(slot);
+                }
+                1 if !held.is_empty() => {
+                    let slot = held.swap_remove(at % held.len());
+                    let _ = slots.free(slot);
+                }
+                2 => {
+                    children.push((slots.freeze(), held.clone()));
+                    slots.end_freezing();
+                }
+                3 if !children.is_empty() => {
+                    let child = children[at % children.len()].clone();
+                    slots.add_dependent(child.0);
+                    children.push(child);
+                }
+                4 if !children.is_empty() => {
+                    let (epoch, _) = children.swap_remove(at % children.len());
+                    let _ = slots.remove_dependent(epoch);
+                }
+                _ => {}
+            }
+            for slot in &held {
+                let needed = children.iter().any(|(_, needs)| needs.contains(slot));
+                prop_assert_eq!(slots.is_frozen(*slot), needed);
+            }
+            let mut used: Vec<_> = children.iter().flat_map(|(_, needs)| needs.clone()).collect();
+            used.extend(&held);
+            used.sort();
+            used.dedup();
+            let live: u32 = slots.chunks.iter().flatten().map(|chunk| chunk.live).sum();
+            prop_assert_eq!(live as usize, used.len(), "no slot is kept that no child needs");
+        }
+    }
 }

@@ -12,9 +12,8 @@
 
 use std::io::{self, Read};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use crate::pager::Pager;
 use crate::sys::{self, PAGE_BYTES};
 
 /// Resident bytes outside of the region, by kind. The pager's own memory is excluded.
@@ -316,57 +315,37 @@ const SMALL_PAGES: u64 = 256;
 /// Longest time that the program's exit waits for a measurement in progress, in ns.
 const WAIT_NS: u64 = 1_000_000_000;
 
-impl Pager {
-    /// Samples resident memory, and measures unpaged memory if the sample has changed. Returns true
-    /// if it was measured.
+impl UnpagedMonitor {
+    /// Samples resident memory, and measures unpaged memory if the sample has changed.
     ///
-    /// Without `/proc` nothing is recorded. The measurement at exit is the last one, and the only
-    /// one that includes memory touched in the program's last milliseconds. So it waits for a
-    /// measurement in progress.
-    pub(crate) fn measure_unpaged(&self, at_exit: bool) -> bool {
-        let guard = if at_exit {
-            self.unpaged_monitor.begin_waiting()
-        } else {
-            self.unpaged_monitor.begin()
-        };
-        let Some(guard) = guard else { return false };
-        let Ok(now) = Sample::take(u64::from(self.resident())) else { return false };
+    /// `resident` is the number of the region's resident pages; `is_own` tells whether a mapping is
+    /// the region or the pager's own. Without `/proc` nothing is measured. The measurement at exit
+    /// is the last one, and the only one that includes memory touched in the program's last
+    /// milliseconds. So it waits for a measurement in progress.
+    pub fn measure(
+        &self,
+        at_exit: bool,
+        resident: u32,
+        is_own: impl Fn(&Range<usize>) -> bool,
+    ) -> Option<UnpagedUsage> {
+        let guard = if at_exit { self.begin_waiting() } else { self.begin() }?;
+        let now = Sample::take(u64::from(resident)).ok()?;
         let start = sys::now_ns();
         let due = if at_exit {
             now != guard.last_sample()
         } else {
-            start >= self.unpaged_monitor.not_before.load(Ordering::Relaxed)
+            start >= self.not_before.load(Ordering::Relaxed)
                 && now.differs_from(&guard.last_sample())
         };
         if !due {
-            return false;
+            return None;
         }
-        let is_own =
-            |range: &Range<usize>| self.region.contains(range.start) || sys::is_own_mapping(range);
-        let usage =
-            sys::open_own(c"/proc/self/smaps").and_then(|file| UnpagedUsage::read(file, is_own));
-        let Ok(usage) = usage else { return false };
+        let smaps = sys::open_own(c"/proc/self/smaps").ok()?;
+        let usage = UnpagedUsage::read(smaps, is_own).ok()?;
         guard.set_last_sample(now);
         let end = sys::now_ns();
-        self.unpaged_monitor
-            .not_before
-            .store(end + PAUSE_FACTOR * (end - start), Ordering::Relaxed);
-        self.stats.record_unpaged(&usage, !self.forks.is_light());
-        true
-    }
-}
-
-/// Registers a call of [`Pager::measure_unpaged`] for the program's `exit`, once.
-pub(crate) fn measure_at_exit() {
-    static DONE: AtomicBool = AtomicBool::new(false);
-    extern "C" fn at_exit() {
-        if let Some(pager) = crate::pager::current() {
-            pager.measure_unpaged(true);
-        }
-    }
-    if !DONE.swap(true, Ordering::AcqRel) {
-        // SAFETY: a function of this library, which is never unloaded.
-        unsafe { libc::atexit(at_exit) };
+        self.not_before.store(end + PAUSE_FACTOR * (end - start), Ordering::Relaxed);
+        Some(usage)
     }
 }
 

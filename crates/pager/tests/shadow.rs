@@ -8,6 +8,7 @@ use pager::mapping::MapRequest;
 use pager::stats::Counter;
 use pager::sys::{self, PAGE_BYTES};
 use pager::{Config, Pager};
+use units::Random;
 
 const READ_WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
 
@@ -27,11 +28,8 @@ fn live(pager: &Pager, seed: u64) {
     const PAGES: usize = 3000;
     let mut base = pager.map(PAGES * PAGE_BYTES, READ_WRITE).unwrap();
     let mut shadow = vec![0u64; PAGES];
-    let mut state = seed;
-    let mut random = move |below: usize| {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (state >> 33) as usize % below
-    };
+    let mut random = Random::new(seed);
+    let mut random = move |below: usize| random.below(below as u64) as usize;
     for step in 0..12_000u64 {
         let page = random(PAGES);
         match random(100) {

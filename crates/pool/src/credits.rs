@@ -8,26 +8,28 @@ use std::task::{Context, Poll, Waker};
 
 use parking_lot::Mutex;
 
+use crate::index::{IndexRange, Slot};
+
 /// A set of slots. At most one request holds a slot at a time.
 pub struct Credits {
     state: Mutex<State>,
 }
 
 struct State {
-    free: Vec<u32>,
+    free: Vec<Slot>,
     waiting: VecDeque<Waker>,
 }
 
 /// A slot that a request holds; dropping it releases the slot.
 pub struct Credit<'a> {
     of: &'a Credits,
-    slot: u32,
+    slot: Slot,
 }
 
 impl Credits {
     /// `count` slots, numbered from 0.
     pub fn new(count: u32) -> Self {
-        let free = (0..count).rev().collect();
+        let free = (Slot::new(0)..Slot::new(count)).iter().rev().collect();
         Self { state: Mutex::new(State { free, waiting: VecDeque::new() }) }
     }
 
@@ -38,8 +40,8 @@ impl Credits {
 }
 
 impl Credit<'_> {
-    /// The slot's number.
-    pub fn slot(&self) -> u32 {
+    /// The slot.
+    pub fn slot(&self) -> Slot {
         self.slot
     }
 }

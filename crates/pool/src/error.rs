@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use verbs::Status;
 
+use crate::index::EntryId;
+
 /// An error of the pool.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -22,8 +24,8 @@ pub enum Error {
         "freeing chunk {entry}: this compute node does not own it (any more); nothing was changed"
     )]
     NotYours {
-        /// The chunk's index in the memory node's table.
-        entry: u32,
+        /// The chunk's entry in the memory node's table.
+        entry: EntryId,
     },
     /// The access exceeds the bounds of its grant.
     #[error(

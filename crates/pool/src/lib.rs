@@ -30,6 +30,7 @@ mod credits;
 pub mod edge;
 mod error;
 pub mod finemem;
+pub mod index;
 pub mod info;
 pub mod metrics;
 mod multi;

@@ -33,7 +33,7 @@ use crate::scheme::{
     QpSet, Worker,
 };
 use crate::settings::Settings;
-use crate::wakeup::cores;
+use units::cpus::cores;
 
 /// A memory node. Clones share its state.
 pub struct MemoryNode {

@@ -18,6 +18,7 @@ use verbs::{Key, PeerAddress, Qpn, SessionSecret};
 
 use crate::Error;
 use crate::budget::BudgetStatus;
+use crate::index::EntryId;
 use crate::options::Terms;
 use crate::remote::token::Nonce;
 use crate::remote::{RoceEnd, Route, Start};
@@ -163,12 +164,11 @@ pub struct Grant {
     pub addr: u64,
     /// Length of the chunk in bytes.
     pub len: u64,
-    /// Index of the chunk in the memory node's table. A free names the chunk by this index.
-    pub entry: u32,
+    /// The chunk's entry in the memory node's table, by which a free names it.
+    pub entry: EntryId,
     /// The QP group whose QPs may use it.
     pub group: GroupId,
-    /// Function of the memory node's NIC that the keys belong to. Requests use the QPs of that
-    /// function.
+    /// Function of the memory node's NIC that has the keys. Requests use the QPs of that function.
     pub function: u8,
     connection: ConnectionEpoch,
     keys: [Key; MAX_GROUP],
@@ -178,7 +178,7 @@ pub struct Grant {
 impl Grant {
     /// A grant with `keys`, one per lane, that is tied to no connection. Only the memory node's NIC
     /// checks a grant that is made by hand.
-    pub fn new(addr: u64, len: u64, entry: u32, group: GroupId, keys: &[Key]) -> Self {
+    pub fn new(addr: u64, len: u64, entry: EntryId, group: GroupId, keys: &[Key]) -> Self {
         assert!(keys.len() <= MAX_GROUP, "a group has at most {MAX_GROUP} windows");
         let mut padded = [Key::default(); MAX_GROUP];
         padded[..keys.len()].copy_from_slice(keys);

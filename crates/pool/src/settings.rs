@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::blocks::Shape;
+use crate::blocks::{CHUNK_ORDER, Shape};
 use crate::info::Scheme;
 use crate::options::SchemeOptions;
 use crate::scheme::MAX_GROUP;
@@ -44,7 +44,7 @@ pub struct Settings {
     pub clients_max: u32,
     /// Reserves part of these slots so that one process, user or host cannot take all of them
     /// (`docs/user/operating.md`). Enforced by the service.
-    pub shares_places: bool,
+    pub client_quotas: bool,
     /// The allocation scheme.
     pub scheme: Scheme,
     /// Settings of the scheme, by name: see [`Settings::with`].
@@ -75,7 +75,7 @@ impl Default for Settings {
             credits: 16,
             groups_max: 64,
             clients_max: 256,
-            shares_places: true,
+            client_quotas: true,
             scheme: schemes::ONESIDEDMW,
             options: SchemeOptions::default(),
             silence: Duration::from_secs(10),
@@ -119,7 +119,7 @@ impl Settings {
     /// sizes, otherwise a chunk.
     pub fn largest_bytes(&self) -> u64 {
         let shape = Shape { chunks: self.chunks() as u32, chunk_bytes: self.chunk_bytes };
-        shape.block_bytes(if self.scheme.has_sizes() { shape.order_max() } else { 0 })
+        shape.block_bytes(if self.scheme.has_sizes() { shape.order_max() } else { CHUNK_ORDER })
     }
 
     /// Access QPs of a group: its windows minus the guard.

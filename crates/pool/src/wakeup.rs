@@ -1,6 +1,5 @@
 //! Wake-up of the memory node's CPU, and the wait for a few completions that arrive soon.
 
-use std::thread;
 use std::time::{Duration, Instant};
 
 use verbs::{
@@ -81,11 +80,4 @@ pub(crate) fn poll_until<C: CompletionQueue>(
         }
     }
     Ok(())
-}
-
-/// Number of cores that this process may use.
-pub(crate) fn cores() -> usize {
-    use std::sync::OnceLock;
-    static CORES: OnceLock<usize> = OnceLock::new();
-    *CORES.get_or_init(|| thread::available_parallelism().map_or(1, |n| n.get()))
 }

@@ -6,7 +6,7 @@ mod common;
 use std::sync::Arc;
 
 use common::{CHUNK, check_whole};
-use pool::finemem::block::Block;
+use pool::finemem::block::{Block, CHUNK_ORDER, Order};
 use pool::finemem::layout::Shape;
 use pool::{EmbeddedNode, Error, Grant, GroupId, Options, Pool, Scheme, Settings, schemes};
 use verbs::Key;
@@ -74,20 +74,21 @@ fn two(scheme: Scheme, chunks: u64) -> Two {
     Two { victim: connect(), thief: connect() }
 }
 
-/// A grant of the block of 2^`order` chunks at the address of `grant`, with a forged key.
-fn block_at(grant: &Grant, chunks: u32, order: u32, windows: u32, tag: u8) -> Grant {
+/// A grant of the block of this order at the address of `grant`, with a forged key.
+fn block_at(grant: &Grant, chunks: u32, order: Order, windows: u32, tag: u8) -> Grant {
     let shape = Shape { chunks, chunk_bytes: CHUNK };
     let at = shape.block(grant.entry).unwrap();
     let entry = shape.entry(Block { order, ..at });
-    let key = grant.keys()[0].index().raw() - windows * grant.entry + windows * entry;
+    let key = grant.keys()[0].index().raw() - windows * grant.entry.raw() + windows * entry.raw();
     let keys = [Key::new(key.into(), tag); 2];
-    Grant::new(grant.addr, CHUNK << order, entry, GroupId(0), &keys)
+    Grant::new(grant.addr, shape.block_bytes(order), entry, GroupId(0), &keys)
 }
 
 /// Tags with which `pool` can read at the address of `grant`: in the block's own window (each block
 /// has `windows`), or in that of the block there whose order is greater by `larger`.
 fn guessed(pool: &Pool, grant: &Grant, chunks: u32, larger: u32, windows: u32) -> Vec<u8> {
-    let order = larger + Shape { chunks, chunk_bytes: CHUNK }.block(grant.entry).unwrap().order;
+    let block = Shape { chunks, chunk_bytes: CHUNK }.block(grant.entry).unwrap();
+    let order = block.order.plus(larger);
     let opens = |tag: &u8| {
         let guess = block_at(grant, chunks, order, windows, *tag);
         pool.read_blocking(&guess, 0, &mut [0; 8]).is_ok()
@@ -165,7 +166,7 @@ fn published_form_accepts_guessed_and_old_keys() {
         // Each of the block's two windows opens with one tag, for any compute node.
         let tags = guessed(&thief, &own, 1, 0, 2);
         assert_eq!(tags.len(), 1);
-        let guess = block_at(&own, 1, 0, 2, tags[0]);
+        let guess = block_at(&own, 1, CHUNK_ORDER, 2, tags[0]);
         thief.write_blocking(&guess, 0, b"changed!").unwrap();
         victim.read_blocking(&own, 0, &mut found).unwrap();
         assert_eq!(&found, b"changed!");

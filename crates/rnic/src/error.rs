@@ -52,6 +52,14 @@ pub enum Error {
         /// The calling function.
         caller: FunctionId,
     },
+    /// The system gave no random number for the number of a new object.
+    #[error("cannot draw a random number for {what}: {errno}; permit the system call getrandom")]
+    Random {
+        /// The objects that have random numbers.
+        what: &'static str,
+        /// The system's error.
+        errno: rustix::io::Errno,
+    },
     /// Other objects depend on the object.
     #[error("{object} is still used by {users} {by}; destroy or unbind those first")]
     InUse {

@@ -6,7 +6,6 @@
 //! thread; the port `shm` runs the engine in a thread of the memory node's process, to which other
 //! processes attach; the port `roce` adds RoCEv2 packets over UDP.
 
-pub mod bucket;
 mod crc;
 mod dma;
 pub mod engine;

@@ -1,5 +1,7 @@
 //! Limits of the NIC and of its functions.
 
+use rustix::io::Errno;
+
 /// Capacity and scheduling parameters of the NIC. Fixed when the NIC is created.
 #[derive(Clone, Debug)]
 pub struct Limits {
@@ -53,7 +55,7 @@ pub struct Limits {
     pub wire: Option<WireLimits>,
     /// Source of random numbers, which makes QP numbers unpredictable. `None`: QP numbers are
     /// assigned in order, for reproducible simulations.
-    pub random: Option<fn() -> u32>,
+    pub random: Option<fn() -> Result<u32, Errno>>,
 }
 
 impl Default for Limits {

@@ -17,6 +17,7 @@
 //! the slot's first number is drawn among the numbers with these low bits. The statements above
 //! hold for scattered tables too.
 
+use rustix::io::Errno;
 use std::collections::VecDeque;
 
 /// A table of `T` with 24-bit numbers.
@@ -31,7 +32,7 @@ pub(crate) struct Table<T> {
 
 /// Random assignment of numbers in a scattered table.
 struct Scatter {
-    random: fn() -> u32,
+    random: RandomSource,
     /// Slot by the low bits of the number. Low bits without a slot map to slot 0, which is never
     /// used.
     slots: Box<[u32]>,
@@ -52,6 +53,18 @@ const NUMBER_MAX: u32 = (1 << NUMBER_BITS) - 1;
 const TRIES: usize = 64;
 /// Number of freed slots that are kept back while unused slots remain.
 const QUARANTINE: usize = 4096;
+/// Source of random numbers.
+pub(crate) type RandomSource = fn() -> Result<u32, Errno>;
+
+/// The reason why a table takes no further object.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum InsertError {
+    /// The table is full.
+    Full,
+    /// No random number could be drawn.
+    Random(Errno),
+}
+
 /// First usable number. IBTA reserves QPs 0 and 1, and small numbers are likely mistakes.
 const FIRST: u32 = 16;
 
@@ -66,7 +79,7 @@ impl<T> Table<T> {
     }
 
     /// Creates a table whose numbers are unpredictable.
-    pub fn scattered(max: u32, random: fn() -> u32) -> Self {
+    pub fn scattered(max: u32, random: RandomSource) -> Self {
         let mut table = Self::new(max);
         let slots = vec![0; 1 << table.bits].into();
         table.scatter = Some(Scatter { random, slots });
@@ -84,19 +97,19 @@ impl<T> Table<T> {
     }
 
     /// Draws the first number of the next slot.
-    fn fresh_number(&mut self) -> u32 {
+    fn fresh_number(&mut self) -> Result<u32, Errno> {
         let slot = self.slots.len() as u32;
-        let Some(scatter) = &mut self.scatter else { return slot };
+        let Some(scatter) = &mut self.scatter else { return Ok(slot) };
         let mask = (1 << self.bits) - 1;
-        let (mut low, mut tries) = ((scatter.random)() & mask, 0);
+        let (mut low, mut tries) = ((scatter.random)()? & mask, 0);
         while low < FIRST || scatter.slots[low as usize] != 0 {
             // In a nearly full table, the next free value is taken.
-            low = if tries < TRIES { (scatter.random)() } else { low + 1 } & mask;
+            low = if tries < TRIES { (scatter.random)()? } else { low + 1 } & mask;
             tries += 1;
         }
+        let number = ((scatter.random)()? << self.bits | low) & NUMBER_MAX;
         scatter.slots[low as usize] = slot;
-        let number = ((scatter.random)() << self.bits | low) & NUMBER_MAX;
-        if number == NUMBER_MAX { low } else { number }
+        Ok(if number == NUMBER_MAX { low } else { number })
     }
 
     /// Number of objects.
@@ -111,13 +124,16 @@ impl<T> Table<T> {
     }
 
     /// Creates an object under a new number. After a wrap-around, a number is reused only if
-    /// `reusable` allows it. Returns `None` if the table is full, or if none of the longest-freed
-    /// slots has a reusable number.
+    /// `reusable` allows it.
+    ///
+    /// # Errors
+    /// [`InsertError::Full`] if the table is full, or if none of the longest-freed slots has a
+    /// reusable number.
     pub fn insert(
         &mut self,
         reusable: impl Fn(u32) -> bool,
         make: impl FnOnce(u32) -> T,
-    ) -> Option<u32> {
+    ) -> Result<u32, InsertError> {
         let fresh = self.slots.len() < 1 << self.bits;
         let old = if fresh && self.free.len() < QUARANTINE { 0 } else { self.free.len() };
         for _ in 0..old.min(TRIES) {
@@ -127,18 +143,19 @@ impl<T> Table<T> {
                 if !slot.wrapped || reusable(slot.number) {
                     slot.value = Some(make(slot.number));
                     self.live += 1;
-                    return Some(slot.number);
+                    return Ok(slot.number);
                 }
                 slot.advance(self.bits);
             }
             self.free.push_back(at);
         }
-        fresh.then(|| {
-            let number = self.fresh_number();
-            self.slots.push(Slot { number, wrapped: false, value: Some(make(number)) });
-            self.live += 1;
-            number
-        })
+        if !fresh {
+            return Err(InsertError::Full);
+        }
+        let number = self.fresh_number().map_err(InsertError::Random)?;
+        self.slots.push(Slot { number, wrapped: false, value: Some(make(number)) });
+        self.live += 1;
+        Ok(number)
     }
 
     /// Returns the object with this number.
@@ -205,7 +222,7 @@ mod tests {
         for _ in 1..16 {
             t.insert(|_| true, |n| n).unwrap();
         }
-        assert_eq!(t.insert(|_| true, |n| n), None);
+        assert_eq!(t.insert(|_| true, |n| n), Err(InsertError::Full));
         assert_eq!(t.remove(first), Some(first));
         assert_eq!(t.get(first), None);
         assert_eq!(t.remove(first), None);
@@ -215,14 +232,17 @@ mod tests {
         assert_eq!((t.get(first), t.get(again)), (None, Some(&again)));
     }
 
-    /// SplitMix64 of a counter.
-    fn random() -> u32 {
-        use std::sync::atomic::{AtomicU64, Ordering};
-        static COUNT: AtomicU64 = AtomicU64::new(0);
-        let mut z = COUNT.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
-        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ z >> 31) as u32
+    fn random() -> Result<u32, Errno> {
+        use std::sync::Mutex;
+        static RANDOM: Mutex<units::Random> = Mutex::new(units::Random::new(0));
+        Ok(RANDOM.lock().unwrap().bits() as u32)
+    }
+
+    #[test]
+    fn scattered_table_reports_a_failed_draw() {
+        let mut t = Table::scattered(16, || Err(Errno::NOSYS));
+        assert_eq!(t.insert(|_| true, |n| n), Err(InsertError::Random(Errno::NOSYS)));
+        assert_eq!(t.len(), 0);
     }
 
     #[test]
@@ -230,7 +250,7 @@ mod tests {
         let mut t = Table::scattered(1000, random);
         let numbers: Vec<u32> =
             (0..t.capacity()).map(|_| t.insert(|_| true, |n| n).unwrap()).collect();
-        assert_eq!(t.insert(|_| true, |n| n), None, "full");
+        assert_eq!(t.insert(|_| true, |n| n), Err(InsertError::Full), "full");
         let sorted = std::collections::BTreeSet::from_iter(&numbers);
         assert_eq!(sorted.len(), numbers.len(), "no two are equal");
         let near = |pair: &[u32]| pair[0].abs_diff(pair[1]) < 1000;

@@ -1,5 +1,15 @@
 //! CPUs of the host.
 
+use std::sync::OnceLock;
+use std::thread;
+
+/// Returns the number of cores that this process may use: those of its affinity mask, or fewer if a
+/// control group limits its CPU time. The first call decides.
+pub fn cores() -> usize {
+    static CORES: OnceLock<usize> = OnceLock::new();
+    *CORES.get_or_init(|| thread::available_parallelism().map_or(1, |n| n.get()))
+}
+
 /// Returns whether this process may run on one CPU only. A thread that spins there takes the CPU
 /// from the thread that it waits for.
 ///

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use pool::{Error, Grant, GroupId, Options, Pool};
+use units::Random;
 use verbs::DmaMemory;
 
 /// Bytes at the start and the end of a chunk that are checked and written.
@@ -76,12 +77,10 @@ fn main() -> Result<()> {
 fn churn(a: &Arguments, pool: &Pool, ledger: &DmaMemory, done: &Done, thread: u32) -> Result<()> {
     let mut held: Vec<(Grant, u64)> = Vec::new();
     let me = a.id << 8 | (thread + 1);
-    let mut random = 0x9e37_79b9_7f4a_7c15u64 ^ (me as u64) << 32;
+    let mut random = Random::new(me.into());
     let mut rounds = 0;
     while rounds < a.rounds && !done.stop.load(Ordering::Relaxed) {
-        random ^= random << 13;
-        random ^= random >> 7;
-        random ^= random << 17;
+        let random = random.bits();
         if held.len() < a.hold && random & 3 != 0 {
             match pool.allocate_in_blocking(GroupId(thread as u16)) {
                 Ok(grant) => {
@@ -113,7 +112,7 @@ fn churn(a: &Arguments, pool: &Pool, ledger: &DmaMemory, done: &Done, thread: u3
 }
 
 fn owner<'a>(ledger: &'a DmaMemory, grant: &Grant) -> &'a AtomicU32 {
-    ledger.word32(grant.entry as usize * 4)
+    ledger.word32(grant.entry.as_usize() * 4)
 }
 
 fn take(pool: &Pool, ledger: &DmaMemory, me: u32, grant: &Grant, mark: u64) -> Result<()> {

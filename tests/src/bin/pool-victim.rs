@@ -8,6 +8,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use pool::{Error, Grant, GroupId, Options, Pool};
+use units::Random;
 
 /// Number of threads, each with a QP group of its own.
 const THREADS: u16 = 3;
@@ -43,7 +44,7 @@ fn churn(socket: &Path, seed: u64) -> Result<()> {
         let threads: Vec<_> = (0..THREADS)
             .map(|t| {
                 let pool = &pool;
-                let random = seed ^ (t as u64 + 1) << 56 | 1;
+                let random = Random::stream(seed, t.into());
                 scope.spawn(move || work(pool, GroupId(t), keys_die_late, random))
             })
             .collect();
@@ -51,12 +52,10 @@ fn churn(socket: &Path, seed: u64) -> Result<()> {
     })
 }
 
-fn work(pool: &Pool, group: GroupId, keys_die_late: bool, mut random: u64) -> Result<()> {
+fn work(pool: &Pool, group: GroupId, keys_die_late: bool, mut random: Random) -> Result<()> {
     let mut held: Vec<Grant> = Vec::new();
     loop {
-        random ^= random << 13;
-        random ^= random >> 7;
-        random ^= random << 17;
+        let random = random.bits();
         if held.len() < HOLD && random & 3 != 0 {
             match pool.allocate_in_blocking(group) {
                 Ok(grant) => {
@@ -94,7 +93,13 @@ fn refused(pool: &Pool, freed: &Grant, keys_die_late: bool) -> Result<()> {
     ensure!(refused || quarantined, "the key of a freed chunk is still valid: {access:?}");
     // An invalid entry, because the freed chunk may already belong to another thread of this
     // client.
-    let beyond = Grant::new(freed.addr, freed.len, 0xff_fff0, freed.group, freed.keys());
+    let beyond = Grant::new(
+        freed.addr,
+        freed.len,
+        pool::index::EntryId::new(0xff_fff0),
+        freed.group,
+        freed.keys(),
+    );
     let free = pool.free_blocking(beyond);
     ensure!(matches!(free, Err(Error::NotYours { .. })), "an invalid free was accepted: {free:?}");
     Ok(())

@@ -12,9 +12,10 @@ use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use bench::histogram::Latencies;
+use bench_report::histogram::Latencies;
 use pool::{Address, Error, Grant, Options, Pool};
 use serde_json::{Value, json};
+use units::Random;
 
 /// Bytes at the start of a chunk for FAA and CAS: two words.
 const WORDS: usize = 16;
@@ -58,8 +59,8 @@ fn main() -> Result<()> {
     let a = arguments()?;
     let options = Options { groups: Some(1), ..Options::default() };
     let pool = a.node.connect(options).context("connecting")?;
-    let mut victim = Victim { a, pool, held: Vec::new(), random: 0, window: Window::default() };
-    victim.random = victim.a.seed | 1;
+    let random = Random::new(a.seed);
+    let mut victim = Victim { a, pool, held: Vec::new(), random, window: Window::default() };
     for _ in 0..victim.a.hold {
         let grant = victim.pool.allocate_blocking().context("allocating a chunk to hold")?;
         let mirror = vec![0; grant.len as usize];
@@ -88,25 +89,18 @@ fn main() -> Result<()> {
 
 fn describe(grant: &Grant) -> Value {
     let keys: Vec<u32> = grant.keys().iter().map(|k| k.0).collect();
-    json!({ "entry": grant.entry, "addr": grant.addr, "len": grant.len, "keys": keys })
+    json!({ "entry": grant.entry.raw(), "addr": grant.addr, "len": grant.len, "keys": keys })
 }
 
 struct Victim {
     a: Arguments,
     pool: Pool,
     held: Vec<HeldChunk>,
-    random: u64,
+    random: Random,
     window: Window,
 }
 
 impl Victim {
-    fn next(&mut self) -> u64 {
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        self.random
-    }
-
     fn run(&mut self, commands: &Receiver<String>) -> Result<()> {
         let first = commands.recv()?;
         ensure!(first == "go", "the command {first:?} came before \"go\"");
@@ -128,7 +122,7 @@ impl Victim {
 
     fn round(&mut self) -> Result<()> {
         if !self.held.is_empty() {
-            let i = self.next() as usize % self.held.len();
+            let i = self.random.bits() as usize % self.held.len();
             self.rewrite(i)?;
             self.reread(i)?;
             self.count(i)?;
@@ -142,7 +136,7 @@ impl Victim {
     /// Offset and length of a random piece of a chunk after its words; sometimes at the chunk's
     /// end.
     fn piece(&mut self, len: usize) -> (usize, usize) {
-        let random = self.next() as usize;
+        let random = self.random.bits() as usize;
         let bytes = 1 + random % PIECE.min(len - WORDS);
         let room = len - WORDS - bytes;
         let at = if random & 1 << 40 != 0 { room } else { (random >> 16) % (room + 1) };
@@ -150,7 +144,7 @@ impl Victim {
     }
 
     fn fill(&mut self, i: usize) -> Result<()> {
-        let seed = self.next();
+        let seed = self.random.bits();
         let held = &mut self.held[i];
         let first = seed as usize;
         for (at, byte) in held.mirror.iter_mut().enumerate().skip(WORDS) {
@@ -162,7 +156,7 @@ impl Victim {
 
     fn rewrite(&mut self, i: usize) -> Result<()> {
         let (at, bytes) = self.piece(self.held[i].mirror.len());
-        let seed = self.next() as usize;
+        let seed = self.random.bits() as usize;
         let held = &mut self.held[i];
         for (n, byte) in held.mirror[at..at + bytes].iter_mut().enumerate() {
             *byte = (seed + n * 7) as u8;
@@ -187,7 +181,7 @@ impl Victim {
     }
 
     fn count(&mut self, i: usize) -> Result<()> {
-        let new = self.next();
+        let new = self.random.bits();
         let held = &mut self.held[i];
         let entry = held.grant.entry;
         let start = Instant::now();
@@ -221,7 +215,7 @@ impl Victim {
         if let Some(at) = out.iter().position(|b| *b != 0) {
             bail!("new chunk {entry} is not zero at {at}");
         }
-        let mark = self.next().to_le_bytes();
+        let mark = self.random.bits().to_le_bytes();
         let last = grant.len - mark.len() as u64;
         for at in [0, last] {
             self.pool.write_blocking(&grant, at, &mark).context("writing to a new chunk")?;

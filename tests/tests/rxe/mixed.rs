@@ -6,6 +6,7 @@
 
 use anyhow::{Context, Result, ensure};
 use granary_tests::guest::{hash, pattern};
+use units::Random;
 use verbs::{Completion, CompletionKind, Data, MemoryRegion, Op, QueuePair, Sge, WorkRequest};
 
 use crate::bench::{Bench, How, LOCAL, Link, SUCCESS};
@@ -37,18 +38,6 @@ enum Kind {
     FetchAdd,
 }
 
-/// Pseudo-random number generator.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let x = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (x ^ x >> 31) % end
-    }
-}
-
 /// Generates operations and computes the expected contents of the responder's memory.
 struct Model {
     random: Random,
@@ -64,7 +53,7 @@ struct Model {
 impl Model {
     fn new(seed: u64, big_endian: bool) -> Self {
         let memory = pattern(0, ROUND * SLOT);
-        Self { random: Random(seed), memory, big_endian, min_len: 0, read_max: SLOT }
+        Self { random: Random::new(seed), memory, big_endian, min_len: 0, read_max: SLOT }
     }
 
     fn word(&self, at: usize) -> u64 {

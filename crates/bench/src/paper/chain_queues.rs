@@ -6,7 +6,7 @@ use super::load::{Load, Work};
 use super::results::Results;
 use super::{Extent, Run};
 use crate::Error;
-use crate::record::Unit;
+use bench_report::record::Unit;
 
 /// Numbers of QPs that carry chains.
 const QUEUES: &[u32] = &[0, 2, 24, 48, 72, 96, 120, 144, 168, 192];

@@ -9,8 +9,8 @@
 //! memory. The pause is long enough for quarantines and the regeneration of keys.
 
 use super::measure::{Outcome, Retries, Thread};
-use crate::record::Setting;
-use crate::rng::Rng;
+use bench_report::record::Setting;
+use units::Random;
 
 /// Parameters of the microbenchmark.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -46,12 +46,12 @@ impl Delays {
     /// delayed falls behind the others in the array and then sees fewer conflicts.
     pub const FINEMEM: Self = Self { service_ns: (2_000, 10_000), think_ns: 9_000 };
 
-    fn service(&self, rng: &mut Rng) -> u64 {
+    fn service(&self, rng: &mut Random) -> u64 {
         let (min, max) = self.service_ns;
         min + rng.below(max - min + 1)
     }
 
-    fn think(&self, rng: &mut Rng) -> u64 {
+    fn think(&self, rng: &mut Random) -> u64 {
         rng.below(2 * self.think_ns + 1)
     }
 }
@@ -89,13 +89,13 @@ pub(super) fn run<T: Thread>(
     thread: &T,
     epochs: u32,
     churn: &Churn,
-    rng: &mut Rng,
+    rng: &mut Random,
 ) -> Result<Outcome, pool::Error> {
     let (pools, mut outcome) = (thread.pools(), Outcome::default());
     // Round-robin over the memory nodes, as in the paper (§6.2), from a random first one.
     let first = if pools.len() > 1 { rng.below(pools.len() as u64) } else { 0 };
     let mut pool_order = (0..pools.len()).cycle().skip(first as usize);
-    let mut delays = churn.delays.map(|delays| (delays, Rng::new(rng.below(u64::MAX), 0)));
+    let mut delays = churn.delays.map(|delays| (delays, Random::stream(rng.below(u64::MAX), 0)));
     // Returns the block and the latency of its allocation.
     let mut allocate = || {
         let pool = &pools[pool_order.next().expect("the iterator cycles")];
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn delays_have_the_stated_range_and_mean() {
-        let (delays, mut rng) = (Delays::FINEMEM, Rng::new(1, 2));
+        let (delays, mut rng) = (Delays::FINEMEM, Random::stream(1, 2));
         let mean = |all: &[u64]| all.iter().sum::<u64>() as f64 / all.len() as f64;
         let services: Vec<u64> = (0..10_000).map(|_| delays.service(&mut rng)).collect();
         assert!(services.iter().all(|ns| (2_000..=10_000).contains(ns)));

@@ -89,7 +89,7 @@ impl Experiment {
     /// Draws the pictures; file names begin with `prefix` and the experiment's name.
     ///
     /// # Errors
-    /// As [`crate::plot`].
+    /// As [`bench_report::plot`].
     pub fn draw(
         &self,
         results: &Results,

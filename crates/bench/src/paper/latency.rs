@@ -8,7 +8,7 @@ use super::measure::Outcome;
 use super::results::Results;
 use super::{Extent, Run};
 use crate::Error;
-use crate::record::{Setting, Statistic, Unit};
+use bench_report::record::{Setting, Statistic, Unit};
 
 /// Threads on the paper's compute node.
 pub const THREADS: [u32; 2] = [1, 24];

@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::churn::{self, Churn};
 use super::measure::{Outcome, Thread};
 use super::traces::{self, Replay};
-use crate::rng::Rng;
+use units::Random;
 
 /// Bytes of an access: a page, as in the papers.
 pub const ACCESS_BYTES: u64 = 4096;
@@ -154,7 +154,7 @@ impl Load {
 ///
 /// # Errors
 /// Errors of the pool.
-pub fn run<T: Thread>(thread: &T, load: &Load, mut rng: Rng) -> Result<Outcome, pool::Error> {
+pub fn run<T: Thread>(thread: &T, load: &Load, mut rng: Random) -> Result<Outcome, pool::Error> {
     match &load.work {
         Work::Churn(churn) => return churn::run(thread, load.rounds, churn, &mut rng),
         Work::Replay(replay) => return traces::run(thread, replay, &mut rng),

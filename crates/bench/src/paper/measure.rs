@@ -7,7 +7,7 @@ use pool::scheme::GroupId;
 use verbs::Nic;
 
 use super::barrier::BarrierMember;
-use crate::histogram::Latencies;
+use bench_report::histogram::Latencies;
 
 /// Measurements of one thread, or of all threads together.
 #[derive(Clone, Debug, Default)]

@@ -36,9 +36,9 @@ pub mod verb_times;
 mod tests;
 
 use crate::Error;
-use crate::histogram::Latencies;
-use crate::progress::Bar;
-use crate::record::Statistic;
+use bench_report::histogram::Latencies;
+use bench_report::progress::Bar;
+use bench_report::record::Statistic;
 use testbed::Testbed;
 
 /// Extent of an experiment's run.
@@ -94,8 +94,8 @@ impl Run<'_> {
     }
 
     /// The common part of all settings of this run.
-    fn setting(&self, scheme: &str) -> crate::record::Setting {
-        crate::record::Setting::new().scheme(scheme).nic(self.testbed.nic())
+    fn setting(&self, scheme: &str) -> bench_report::record::Setting {
+        bench_report::record::Setting::new().scheme(scheme).nic(self.testbed.nic())
     }
 }
 

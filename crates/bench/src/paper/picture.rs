@@ -5,13 +5,13 @@ use std::path::PathBuf;
 use super::experiment::Canvas;
 use super::results::Results;
 use crate::Error;
-use crate::plot::{Axis, Bars, Lines};
-use crate::record::{Record, Statistic};
+use bench_report::plot::{Axis, Bars, Lines};
+use bench_report::record::{Record, Statistic};
 
 /// Draws groups of bars: one group per scheme, one bar per number of threads.
 ///
 /// # Errors
-/// As [`crate::plot`].
+/// As [`bench_report::plot`].
 pub fn bars(
     results: &Results,
     metric: &str,
@@ -57,7 +57,7 @@ pub fn bars(
 /// Draws READ latency over the number of QPs that carry chains.
 ///
 /// # Errors
-/// As [`crate::plot`].
+/// As [`bench_report::plot`].
 pub fn chain_queues(results: &Results, canvas: &Canvas<'_>) -> Result<Vec<PathBuf>, Error> {
     let x = Axis::linear("queue pairs of the memory node that carry chains");
     let typical = results.typical();
@@ -70,7 +70,7 @@ pub fn chain_queues(results: &Results, canvas: &Canvas<'_>) -> Result<Vec<PathBu
 /// Draws the time of registration over the size.
 ///
 /// # Errors
-/// As [`crate::plot`].
+/// As [`bench_report::plot`].
 pub fn registration(results: &Results, canvas: &Canvas<'_>) -> Result<Vec<PathBuf>, Error> {
     let bytes = Axis::bytes("size of the region");
     let typical = results.typical();
@@ -97,7 +97,7 @@ pub struct Series {
 /// Draws one line per scheme over the values of a setting.
 ///
 /// # Errors
-/// As [`crate::plot`].
+/// As [`bench_report::plot`].
 pub fn lines(
     results: &Results,
     series: &Series,
@@ -126,7 +126,7 @@ pub fn lines(
 /// Draws throughput and P99 over the number of clients.
 ///
 /// # Errors
-/// As [`crate::plot`].
+/// As [`bench_report::plot`].
 pub fn scalability(results: &Results, canvas: &Canvas<'_>) -> Result<Vec<PathBuf>, Error> {
     let mut files = Vec::new();
     for (metric, statistic, title, rest) in [

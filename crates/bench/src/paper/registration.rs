@@ -10,9 +10,9 @@ use super::results::Results;
 use super::verb_times::Region;
 use super::{Extent, Run, picture};
 use crate::Error;
-use crate::histogram::Latencies;
-use crate::record::Unit;
-use crate::size::Size;
+use bench_report::histogram::Latencies;
+use bench_report::record::Unit;
+use units::Size;
 
 /// FineMem's table 1.
 pub const EXPERIMENT: Experiment = Experiment {

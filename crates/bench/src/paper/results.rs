@@ -5,10 +5,10 @@ use std::fmt;
 
 use sim::Params;
 
-use crate::claims::{self, Claims};
-use crate::number::significant;
-use crate::record::{Record, RecordBuilder, Setting, Statistic, Unit};
-use crate::table::{Cell, Table};
+use bench_report::claims::{self, Claims};
+use bench_report::record::{Record, RecordBuilder, Setting, Statistic, Unit};
+use bench_report::table::{Cell, Table};
+use units::number::significant;
 
 /// Origin of a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

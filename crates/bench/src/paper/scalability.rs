@@ -8,7 +8,7 @@ use super::load::{ACCESS_BYTES, Load, Work};
 use super::results::Results;
 use super::{Extent, Run};
 use crate::Error;
-use crate::record::{Statistic, Unit};
+use bench_report::record::{Statistic, Unit};
 
 /// Compute nodes.
 const NODES: u16 = 6;

@@ -14,7 +14,7 @@ use super::measure::{Outcome, Thread};
 use super::testbed::Testbed;
 use super::verb_times::{self, VerbTimes};
 use crate::Error;
-use crate::rng::Rng;
+use units::Random;
 
 /// Quantum of a thread's fiber: virtual time that it may accumulate before it yields.
 const QUANTUM: Time = Time::us(1);
@@ -114,7 +114,7 @@ impl Testbed for SimulatedCluster {
                 group: GroupId((at % each) as u16),
                 member,
             };
-            let (joined, load, rng) = (joined.clone(), load.clone(), Rng::new(self.seed, at));
+            let (joined, load, rng) = (joined.clone(), load.clone(), Random::stream(self.seed, at));
             fibers.push(cluster.sim.spawn(format!("thread {at}"), QUANTUM, move || {
                 let result = load::run(&thread, &load, rng);
                 let joined = &mut *joined.borrow_mut();

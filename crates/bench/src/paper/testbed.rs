@@ -14,7 +14,7 @@ use super::load::{self, Load};
 use super::measure::{Outcome, Thread};
 use super::verb_times::{self, VerbTimes};
 use crate::Error;
-use crate::rng::Rng;
+use units::Random;
 
 /// Environment of an experiment: a simulated cluster, or this machine.
 pub trait Testbed {
@@ -132,7 +132,7 @@ impl<S: Fn(&Settings) -> Result<Box<dyn Node>, Error>> Testbed for Machine<S> {
                 let thread = RealThread { pools, group, member, epoch };
                 scope.spawn(move || {
                     barrier.wait();
-                    load::run(&thread, load, Rng::new(seed, at))
+                    load::run(&thread, load, Random::stream(seed, at))
                 })
             };
             let members = barrier::members(load.threads);

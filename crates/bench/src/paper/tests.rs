@@ -9,8 +9,8 @@ use super::simulated::SimulatedCluster;
 use super::testbed::{Machine, Node, Testbed, inline};
 use super::{Extent, Run, finemem, registration};
 use crate::Error;
-use crate::progress::Progress;
-use crate::record::{Setting, Statistic};
+use bench_report::progress::Progress;
+use bench_report::record::{Setting, Statistic};
 
 const PAPERS: [&Paper; 2] = [&PAPER, &finemem::PAPER];
 

@@ -16,7 +16,7 @@ use flate2::read::GzDecoder;
 
 use super::churn::donated;
 use super::measure::{Outcome, Thread};
-use crate::rng::Rng;
+use units::Random;
 
 /// Limit of the bytes that a thread holds: two of the largest blocks.
 pub const HELD_BYTES: u64 = 4 << 20;
@@ -125,7 +125,7 @@ impl Replay {
 pub(super) fn run<T: Thread>(
     thread: &T,
     replay: &Replay,
-    rng: &mut Rng,
+    rng: &mut Random,
 ) -> Result<Outcome, pool::Error> {
     let (pool, requests) = (thread.pool(), replay.trace.requests());
     let count = (replay.requests as usize).min(requests.len());

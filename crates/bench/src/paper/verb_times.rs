@@ -10,7 +10,7 @@ use verbs::{
 };
 
 use crate::Error;
-use crate::histogram::Latencies;
+use bench_report::histogram::Latencies;
 
 /// Measured times.
 #[derive(Clone, Debug, Default)]

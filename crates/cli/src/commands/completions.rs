@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use bench::report::Report;
+use bench_report::report::Report;
 use clap::CommandFactory;
 use clap_complete::Shell;
 

@@ -10,14 +10,14 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use bench::alloc;
-use bench::number::thousands;
-use bench::progress::Bar;
-use bench::record::{Record, Setting, Statistic, Unit};
-use bench::report::Report;
-use bench::size::Size;
-use bench::table::{Cell, Table};
+use bench_report::progress::Bar;
+use bench_report::record::{Record, Setting, Statistic, Unit};
+use bench_report::report::Report;
+use bench_report::table::{Cell, Table};
 use pager::uffd::{Features, Uffd};
 use pool::{Options, Pool, Settings};
+use units::Size;
+use units::number::thousands;
 
 use crate::child::{self, Finished};
 use crate::corpus::{self, Corpus};

@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
-use bench::size::Size;
 use pager::config::Config;
 use pager::run::RunDirectory;
 use pager::stats::Summary;
 use pool::protocol::Status;
 use pool::{Address, Scheme, Settings, schemes};
+use units::Size;
 
 use crate::log::{Log, LogLevel};
 use crate::metrics_page::MetricsPage;

@@ -6,14 +6,14 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use bench::number::thousands;
-use bench::size::Size;
 use metrics::server::Server;
 use pool::{
     Address, Budget, ControlMode, Endpoint, Listen, Scheme, Service, Settings, Token, schemes,
 };
 use serde::Serialize;
 use serde_json::json;
+use units::Size;
+use units::number::thousands;
 
 use crate::UsageError;
 use crate::file_descriptors;
@@ -228,7 +228,7 @@ impl Serve {
             credits: self.credits,
             clients_max: self.clients,
             // A private memory node has a single user: the command that started it.
-            shares_places: !self.private,
+            client_quotas: !self.private,
             scheme: self.scheme,
             nic_windows: self.nic_windows,
             keep_resident_bytes: self.keep_resident.bytes(),

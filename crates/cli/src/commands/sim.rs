@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use bench::progress::Progress;
+use bench_report::progress::Progress;
 use sim::check::{self, Case};
 
 use crate::UsageError;

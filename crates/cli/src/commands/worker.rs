@@ -9,9 +9,9 @@ use anyhow::{Context, bail};
 use bench::fault::Pattern;
 use bench::paged_fault::Memory;
 use bench::pingpong::{NicContext, PeerInfo, Side, Task};
-use bench::size::Size;
 use pool::{Address, NicService, Options};
 use serde::{Deserialize, Serialize};
+use units::Size;
 
 use crate::worker_process::{next_task, send_ready, send_result};
 

@@ -1,14 +1,15 @@
 //! Invariants of a world: of grants that clients receive, of the workers, and of the final state.
 
+use pool::index::EntryId;
+
 use super::*;
 
 impl World {
     /// Checks that a grant that a client has received belongs to the client and has valid keys.
     pub(super) fn check_grant(&self, c: usize, what: Op, grant: &Grant) -> Result<(), String> {
-        let i = grant.entry as usize;
+        let (entry, i) = (EntryId::new(grant.entry), grant.entry as usize);
         let claim = format!("client {c} was granted chunk {i}");
-        if i >= self.memory.shape.chunks as usize || grant.addr != self.memory.chunk_addr(i as u32)
-        {
+        if i >= self.memory.shape.chunks as usize || grant.addr != self.memory.chunk_addr(entry) {
             return Err(format!("{claim}, at {:#x}: no such chunk exists", grant.addr));
         }
         if self.spec.chunk[i] != crate::spec::Chunk::Owned(c as u8) {
@@ -58,11 +59,11 @@ impl World {
         for (k, slot) in view.slots[..slots].iter_mut().enumerate() {
             *slot = match m.queue.memory().load_be64(8 * k) {
                 0 => 0,
-                value => m.entry_of(value).map_or(FORGED, |i| i as u8 + 1),
+                value => m.entry_of(value).map_or(FORGED, |i| i.raw() as u8 + 1),
             };
         }
         for i in 0..chunks {
-            view.owners[i] = m.owner(i as u32);
+            view.owners[i] = m.owner(EntryId::new(i as u32));
             let mut data = [0; CHUNK as usize];
             m.chunks.memory().read(i * CHUNK as usize, &mut data);
             view.zero[i] = data.iter().all(|&b| b == 0);

@@ -18,7 +18,7 @@ use crate::direct::Next;
 use crate::early::{self, set_errno};
 use crate::reentrancy::{ReentrancyGuard, is_reentrant};
 
-/// The part that is set aside is one in this many of the region.
+/// The break gets one part in `REGION_SHARE` of the region.
 const REGION_SHARE: usize = 16;
 
 type Sbrk = unsafe extern "C" fn(isize) -> *mut c_void;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use super::channel::{self, Block, Message};
 use crate::page_table::PageId;
-use crate::slots::SlotId;
+use crate::slots::{Epoch, SlotId};
 use crate::uffd::Uffd;
 
 /// Pages that had slots at a fork, ascending, with their slots. Resident pages are included: the
@@ -28,6 +28,8 @@ pub(super) struct Child {
     pub channel: Option<[OwnedFd; 2]>,
     /// Socket for the calls of a promoted child's own page server.
     pub server_calls: Option<OwnedFd>,
+    /// Epoch of the frozen slots that the snapshot names.
+    pub epoch: Epoch,
     pub snapshot: Arc<Snapshot>,
     /// Sockets of a fork that the child has announced.
     pub forks: Option<[OwnedFd; 2]>,
@@ -42,6 +44,7 @@ impl Child {
     pub fn new(
         faults: Option<Uffd>,
         channel: Option<[OwnedFd; 2]>,
+        epoch: Epoch,
         snapshot: Arc<Snapshot>,
         touched: Touched,
     ) -> Box<Self> {
@@ -49,6 +52,7 @@ impl Child {
             faults,
             channel,
             server_calls: None,
+            epoch,
             snapshot,
             forks: None,
             touched: Rc::new(RefCell::new(touched)),

@@ -237,7 +237,7 @@ impl Pager {
             std::thread::yield_now();
         }
         // The snapshots of this process's own children may name inherited slots.
-        while self.forks.dependents() > 0 {
+        while self.slots().has_dependents() {
             let seen = self.room.load(Ordering::Acquire);
             sys::futex_wait(&self.room, seen, Some(1000));
         }

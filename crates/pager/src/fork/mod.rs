@@ -18,7 +18,8 @@
 //! - A promoted child's page that the page server holds is in a slot with a special index
 //!   ([`SlotId::inherited`]). Such a slot is read through the page server, never written, and freed
 //!   when the page is stored in one of the child's own slots.
-//! - Frozen slots are neither overwritten nor reused until no child needs the page server any more.
+//! - Frozen slots are neither overwritten nor reused while a child of a fork since their freeze
+//!   needs the page server.
 //! - When the parent ends, light children are promoted, and all children copy the pages that the
 //!   page server holds for them to slots of their own. Then the page server ends, and with it the
 //!   parent's connection.
@@ -60,7 +61,7 @@ use crate::config::EXIT_PAGER;
 use crate::descriptor;
 use crate::page_table::{Entry, PageId, State};
 use crate::pager::Pager;
-use crate::slots::SlotId;
+use crate::slots::{Epoch, SlotId};
 use crate::spawn::spawn;
 use crate::staging::FrameId;
 use crate::sys::{self, PAGE_BYTES, SignalsBlocked};
@@ -149,9 +150,9 @@ impl Pager {
             ASKED => {
                 let evict_lock = self.evict_lock();
                 self.flush_staging(&evict_lock);
-                self.slots().freeze();
+                let epoch = self.slots().freeze();
                 drop(evict_lock);
-                self.forks.add_dependent();
+                self.forks.epoch.store(epoch.0, Ordering::Release);
                 FROZEN
             }
             CHILD_MADE => {
@@ -164,7 +165,8 @@ impl Pager {
                     self.snapshot()
                 };
                 // The child sends the descriptor of its faults through the request socket.
-                self.hand_to_server(Child::new(None, Some(channel), snapshot, touched));
+                let epoch = self.forks.epoch();
+                self.hand_to_server(Child::new(None, Some(channel), epoch, snapshot, touched));
                 HANDED
             }
             _ => return,
@@ -206,7 +208,7 @@ impl Pager {
             self.slots().end_freezing();
             self.forks.step.store(NONE, Ordering::Release);
             if !forked {
-                self.child_is_gone();
+                self.child_is_gone(self.forks.epoch());
             }
         }
         drop((calls, notices));
@@ -214,14 +216,10 @@ impl Pager {
         drop(blocked);
     }
 
-    /// Records that one child less needs frozen slots. Without such children, unfreezes the slots.
-    fn child_is_gone(&self) {
-        let mut dependents =
-            self.forks.dependents.lock().expect("no thread panics while it holds this lock");
-        *dependents -= 1;
-        let thawed = if *dependents == 0 { self.slots().thaw() } else { Vec::new() };
-        drop(dependents);
-        self.note_emptied(thawed);
+    /// Records that one child less needs the frozen slots of an epoch.
+    fn child_is_gone(&self, epoch: Epoch) {
+        let emptied = self.slots().remove_dependent(epoch);
+        self.note_emptied(emptied);
     }
 
     /// Makes the child a light child. Called after every fork in the child.
@@ -346,18 +344,20 @@ impl Pager {
 /// Follows a fork whose event the handler has read.
 pub(crate) fn follow(pager: &Arc<Pager>, faults: Uffd) {
     let channel = pager.server_ends();
-    let (snapshot, touched) = {
+    let (epoch, (snapshot, touched)) = {
         let evict_lock = pager.evict_lock();
-        if channel.is_none() {
+        let epoch = if channel.is_none() {
             // A fork by a raw system call was not prepared. Preparing it now is sufficient if no
             // other thread runs meanwhile.
             pager.flush_staging(&evict_lock);
-            pager.forks.add_dependent();
             let mut slots = pager.slots();
-            slots.freeze();
+            let epoch = slots.freeze();
             slots.end_freezing();
-        }
-        pager.snapshot()
+            epoch
+        } else {
+            pager.forks.epoch()
+        };
+        (epoch, pager.snapshot())
     };
     match page_server::send_fault_descriptor(&faults, channel.as_ref()) {
         Err(error) if error.raw_os_error() != Some(libc::EPIPE) => {
@@ -365,6 +365,6 @@ pub(crate) fn follow(pager: &Arc<Pager>, faults: Uffd) {
         }
         _ => {}
     }
-    pager.hand_to_server(Child::new(Some(faults), channel, snapshot, touched));
+    pager.hand_to_server(Child::new(Some(faults), channel, epoch, snapshot, touched));
     pager.fork_waits.store(false, Ordering::Release);
 }

@@ -26,6 +26,7 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::time::{Duration, Instant};
 
 use super::channel::{self, Message};
 use super::child::{Child, Inbox, Touched, take_child};
@@ -39,8 +40,8 @@ use crate::sys::{self, PAGE_BYTES};
 use crate::transport::Lane;
 use crate::uffd::{Event, Fault, Uffd};
 
-/// Interval at which the page server checks whether a silent child still exists, in ms.
-const CHECK_INTERVAL_MS: i32 = 500;
+/// Interval at which the page server checks which children still exist.
+const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 /// Pages served to a child before it must be promoted. Up to twice as many are served in total:
 /// they fit in the part of the child's bound that is reserved for its staging area.
 const PAGES_BEFORE_PROMOTION: u32 = 64;
@@ -156,6 +157,9 @@ struct PageServer<'a> {
     /// except in `poll`.
     is_busy: AtomicBool,
     children: Vec<Child>,
+    /// Time of the next check which children still exist. No event reveals the end of a child that
+    /// was made by a raw system call.
+    next_check: Instant,
 }
 
 impl<'a> PageServer<'a> {
@@ -168,6 +172,7 @@ impl<'a> PageServer<'a> {
             is_process: false,
             is_busy: AtomicBool::new(false),
             children: Vec::new(),
+            next_check: Instant::now(),
         }
     }
 
@@ -201,12 +206,20 @@ impl<'a> PageServer<'a> {
             self.set_watchdog(0);
             self.is_busy.store(false, Ordering::Release);
             // SAFETY: the vector has as many entries as its length.
-            let ready =
-                unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as u64, CHECK_INTERVAL_MS) };
+            unsafe {
+                let timeout = CHECK_INTERVAL.as_millis() as i32;
+                libc::poll(polls.as_mut_ptr(), polls.len() as u64, timeout);
+            }
             self.is_busy.store(true, Ordering::Release);
             self.set_watchdog(ROUND_TIMEOUT_S);
             if polls[1].revents != 0 {
                 self.orphan();
+            }
+            // By the clock and not in silence, because other children may never be silent.
+            let now = Instant::now();
+            let is_check = now >= self.next_check;
+            if is_check {
+                self.next_check = now + CHECK_INTERVAL;
             }
             let count = (polls.len() - 2) / 3;
             // Backwards, because `swap_remove` takes out children that have ended, and new children
@@ -218,11 +231,11 @@ impl<'a> PageServer<'a> {
                 let lives = (faults == 0 || self.faults(at))
                     && (calls == 0 || self.serve_call(at))
                     && (server_calls == 0 || self.serve_server_call(at))
-                    && (ready > 0 || !self.is_gone(at));
+                    && (!is_check || !self.is_gone(at));
                 if !lives {
-                    drop(self.children.swap_remove(at));
+                    let epoch = self.children.swap_remove(at).epoch;
                     if !self.orphaned {
-                        self.pager.child_is_gone();
+                        self.pager.child_is_gone(epoch);
                     }
                 }
             }
@@ -299,8 +312,13 @@ impl<'a> PageServer<'a> {
     /// sockets hang up.
     fn add_grandchild(&mut self, at: usize, faults: Option<Uffd>) {
         let child = &mut self.children[at];
-        let mut grandchild =
-            Child::new(None, child.forks.take(), child.snapshot.clone(), Touched::new());
+        let mut grandchild = Child::new(
+            None,
+            child.forks.take(),
+            child.epoch,
+            child.snapshot.clone(),
+            Touched::new(),
+        );
         grandchild.touched = child.touched.clone();
         grandchild.pages_served = child.pages_served;
         let known = faults
@@ -308,7 +326,7 @@ impl<'a> PageServer<'a> {
             .map(|faults| send_fault_descriptor(faults, grandchild.channel.as_ref()));
         if known.is_none_or(|known| known.is_ok()) {
             grandchild.faults = faults;
-            self.pager.forks.add_dependent();
+            self.pager.slots().add_dependent(grandchild.epoch);
             self.add(*grandchild);
         }
     }

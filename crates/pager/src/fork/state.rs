@@ -5,7 +5,7 @@ use std::io;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::sync::{MutexGuard, OnceLock};
 
 use super::channel::{self, Message};
 use super::child::Inbox;
@@ -13,6 +13,7 @@ use super::child_setup::ChildSetup;
 use crate::config::EXIT_PAGER;
 use crate::descriptor;
 use crate::region::{RangeSet, Space};
+use crate::slots::Epoch;
 use crate::sys::{self, SignalsBlocked};
 
 /// Locks and sockets that the forking thread holds across the fork.
@@ -59,8 +60,8 @@ pub struct Forks {
     pub(super) step: AtomicU32,
     /// Id of the forking thread while it holds `evict_lock`, otherwise 0.
     pub(super) thread: AtomicU32,
-    /// Number of children that still need frozen slots.
-    pub(super) dependents: Mutex<u32>,
+    /// Epoch of the prepared fork in progress, see [`Slots::freeze`](crate::slots::Slots::freeze).
+    pub(super) epoch: AtomicU32,
     pub(super) inbox: OnceLock<Inbox>,
     pub(super) guards: UnsafeCell<Option<ForkGuards>>,
 }
@@ -102,20 +103,15 @@ impl Forks {
         self.exit_socket.load(Ordering::Acquire)
     }
 
-    /// Counts one more child that needs frozen slots.
-    pub(super) fn add_dependent(&self) {
-        *self.dependents.lock().expect("no thread panics while it holds this lock") += 1;
-    }
-
     /// Records that the page server has received a child, so that the parent may continue or end.
     pub(super) fn note_child_added(&self) {
         self.children_added.fetch_add(1, Ordering::AcqRel);
         sys::futex_wake(&self.children_added);
     }
 
-    /// Returns the number of children that still need frozen slots.
-    pub(super) fn dependents(&self) -> u32 {
-        *self.dependents.lock().expect("no thread panics while it holds this lock")
+    /// Returns the epoch of the prepared fork in progress.
+    pub(super) fn epoch(&self) -> Epoch {
+        Epoch(self.epoch.load(Ordering::Acquire))
     }
 
     /// In a light child, with `space` locked: sends a request to the page server and waits for its

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 pub mod dispatch;
 
-/// Bytes of a page, the unit of paging.
-pub const PAGE_BYTES: usize = 4096;
+pub use units::PAGE_BYTES;
+
 /// log2 of [`PAGE_BYTES`].
 pub const PAGE_SHIFT: u32 = 12;
 
@@ -255,18 +255,6 @@ pub fn wait_for_clone(process: i32) {
 pub fn thread_id() -> u32 {
     // SAFETY: no argument, cannot fail.
     unsafe { libc::syscall(libc::SYS_gettid) as u32 }
-}
-
-/// Returns the number of cores on which the process may run.
-pub(crate) fn cores() -> usize {
-    // SAFETY: a zero set is valid for the write.
-    unsafe {
-        let mut set: libc::cpu_set_t = std::mem::zeroed();
-        if libc::sched_getaffinity(0, size_of_val(&set), &mut set) != 0 {
-            return 1;
-        }
-        libc::CPU_COUNT(&set) as usize
-    }
 }
 
 /// Returns the monotonic time in nanoseconds.

@@ -34,10 +34,13 @@
 //!   rows 1 to N: "take a slot"; all other rows: "return the permit and answer EMPTY"
 //! ```
 
+use std::ops::Range;
+
 use verbs::wqe::opcode;
 use verbs::{Access, DmaMemory, Key, MemoryRegion, Nic};
 
 use crate::Error;
+use crate::index::{EntryId, IndexRange};
 use crate::scheme::MAX_GROUP;
 
 /// Bytes from one entry to the next. A free names an entry by its index, three bytes that the chain
@@ -117,6 +120,24 @@ pub mod status {
     pub const AGAIN: u8 = 5;
 }
 
+impl EntryId {
+    /// Offset of the entry in the MW table.
+    pub const fn table_offset(self) -> usize {
+        self.as_usize() * ENTRY_BYTES
+    }
+
+    /// The index as a request or a grant names the entry.
+    pub const fn to_index(self) -> [u8; 3] {
+        let [_, index @ ..] = self.raw().to_be_bytes();
+        index
+    }
+
+    /// The entry that the word at [`reply::ENTRY`] of a grant names: its index, then the status.
+    pub const fn of_grant(word: u32) -> Self {
+        Self::new(word >> 8)
+    }
+}
+
 /// Sizes that determine the layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
@@ -131,6 +152,16 @@ pub struct Shape {
 }
 
 impl Shape {
+    /// All entries but the null entry.
+    pub fn entries(&self) -> Range<EntryId> {
+        EntryId::new(0)..self.null_entry()
+    }
+
+    /// The null entry, beyond the chunks.
+    pub fn null_entry(&self) -> EntryId {
+        EntryId::new(self.chunks)
+    }
+
     /// Tag words of an entry.
     pub fn tag_words(&self) -> usize {
         self.group.div_ceil(4)
@@ -237,48 +268,49 @@ impl<N: Nic> Memory<N> {
             zeros: nic.reg_mr(data, &nic.alloc_zeros(chunk_bytes)?, Access::LOCAL_READ)?,
             dump: nic.reg_mr(data, &nic.alloc_dma(DUMP_BYTES)?, Access::LOCAL_ALL)?,
         };
-        for i in 0..shape.chunks {
-            let first = i as usize * shape.group;
+        for i in shape.entries().iter() {
+            let first = i.as_usize() * shape.group;
             memory.write_entry(i, Some(&windows[first..first + shape.group]));
-            memory.queue.memory().store_be64(i as usize * 8, memory.queue_value(i));
+            memory.queue.memory().store_be64(i.as_usize() * 8, memory.queue_value(i));
         }
-        memory.write_entry(shape.chunks, None);
+        memory.write_entry(shape.null_entry(), None);
         memory.words.memory().store_be64(0, memory.queue.memory().addr());
         memory.words.memory().store_be64(AVAIL, steer.addr() + STEER_STRIDE * shape.chunks as u64);
         memory.write_steering();
         Ok(memory)
     }
 
-    /// Address of the first byte of chunk `i`.
-    pub fn chunk_addr(&self, i: u32) -> u64 {
-        self.chunks.memory().addr() + i as u64 * self.shape.chunk_bytes
+    /// Address of the first byte of the chunk of entry `i`.
+    pub fn chunk_addr(&self, i: EntryId) -> u64 {
+        self.chunks.memory().addr() + u64::from(i.raw()) * self.shape.chunk_bytes
     }
 
-    /// Address of entry `i`; entry `chunks` is the null entry.
-    pub fn entry_addr(&self, i: u32) -> u64 {
-        self.table.memory().addr() + i as u64 * ENTRY_BYTES as u64
+    /// Address of entry `i`.
+    pub fn entry_addr(&self, i: EntryId) -> u64 {
+        self.table.memory().addr() + i.table_offset() as u64
     }
 
     /// Value that the free queue holds for entry `i`.
-    pub fn queue_value(&self, i: u32) -> u64 {
+    pub fn queue_value(&self, i: EntryId) -> u64 {
         self.entry_addr(i) + entry::T as u64
     }
 
     /// The entry that `queue_value` names; `None` if the value names no entry.
-    pub fn entry_of(&self, queue_value: u64) -> Option<u32> {
-        let offset = queue_value.checked_sub(self.entry_addr(0) + entry::T as u64)?;
+    pub fn entry_of(&self, queue_value: u64) -> Option<EntryId> {
+        let offset = queue_value.checked_sub(self.queue_value(EntryId::new(0)))?;
         let i = offset / ENTRY_BYTES as u64;
-        (offset % ENTRY_BYTES as u64 == 0 && i < self.shape.chunks as u64).then_some(i as u32)
+        (offset % ENTRY_BYTES as u64 == 0 && i < self.shape.chunks as u64)
+            .then_some(EntryId::new(i as u32))
     }
 
     /// `owner_id` of entry `i`, as the chains last wrote it.
-    pub fn owner(&self, i: u32) -> u64 {
-        self.table.memory().load_be64(i as usize * ENTRY_BYTES + entry::OWN)
+    pub fn owner(&self, i: EntryId) -> u64 {
+        self.table.memory().load_be64(i.table_offset() + entry::OWN)
     }
 
     /// Number of entries with this `owner_id`.
     pub fn owned(&self, owner: u64) -> u64 {
-        (0..self.shape.chunks).filter(|&i| self.owner(i) == owner).count() as u64
+        self.shape.entries().iter().filter(|i| self.owner(*i) == owner).count() as u64
     }
 
     /// Current permits: free entries minus requests that are taking one. Negative while requests
@@ -313,20 +345,20 @@ impl<N: Nic> Memory<N> {
     }
 
     /// Clears the owner of entry `i`, so that the CPU may release the entry.
-    pub fn disown(&self, i: u32) {
-        self.table.memory().store_be64(i as usize * ENTRY_BYTES + entry::OWN, 0);
+    pub fn disown(&self, i: EntryId) {
+        self.table.memory().store_be64(i.table_offset() + entry::OWN, 0);
     }
 
     /// Writes the current tag of window `j` of entry `i`, and the tag that its next bind assigns.
-    pub fn set_tag(&self, i: u32, j: usize, tag: u8) {
-        let at = i as usize * ENTRY_BYTES + tag_offset(j);
+    pub fn set_tag(&self, i: EntryId, j: usize, tag: u8) {
+        let at = i.table_offset() + tag_offset(j);
         self.table.memory().write(at, &[tag]);
         self.table.memory().write(at + 4, &[tag.wrapping_add(1)]);
     }
 
     /// The current keys (index and tag) of the windows of entry `i`.
-    pub fn window_keys(&self, i: u32) -> impl Iterator<Item = Key> + '_ {
-        let base = i as usize * ENTRY_BYTES;
+    pub fn window_keys(&self, i: EntryId) -> impl Iterator<Item = Key> + '_ {
+        let base = i.table_offset();
         (0..self.shape.group).map(move |j| {
             let mut b = [0u8; 4];
             self.table.memory().read(base + entry::KEYS + 3 * j, &mut b[..3]);
@@ -335,13 +367,13 @@ impl<N: Nic> Memory<N> {
         })
     }
 
-    fn write_entry(&self, i: u32, windows: Option<&[Key]>) {
+    fn write_entry(&self, i: EntryId, windows: Option<&[Key]>) {
         let shape = &self.shape;
         let chunk = if windows.is_some() { self.chunk_addr(i) } else { 0 };
         let own = self.entry_addr(i) + entry::OWN as u64;
         let mut e = [0u8; ENTRY_BYTES];
         put64(&mut e, entry::QUEUE_VALUE, self.queue_value(i));
-        put64(&mut e, entry::FREE_REPLY, (i as u64) << 32 | status::FREED as u64);
+        put64(&mut e, entry::FREE_REPLY, u64::from(i.raw()) << 32 | status::FREED as u64);
         put64(&mut e, entry::CHUNK, chunk);
         put64(&mut e, entry::OWNER_ADDR, own);
         let grant = shape.tag_addrs() + 8 * shape.tag_words() + 8;
@@ -364,16 +396,16 @@ impl<N: Nic> Memory<N> {
         }
         put64(&mut e, grant - 8, own);
         put64(&mut e, grant + reply::CHUNK, chunk);
-        e[grant + reply::ENTRY..grant + reply::STATUS].copy_from_slice(&i.to_be_bytes()[1..]);
+        e[grant + reply::ENTRY..grant + reply::STATUS].copy_from_slice(&i.to_index());
         e[grant + reply::STATUS] = if windows.is_some() { status::GRANTED } else { status::EMPTY };
         assert!(grant + entry::GRANT_BYTES <= entry::OWN, "an entry does not fit its stride");
-        self.table.memory().write(i as usize * ENTRY_BYTES, &e);
+        self.table.memory().write(i.table_offset(), &e);
     }
 
     fn write_steering(&self) {
         let words = self.words.memory().addr();
         let shape = &self.shape;
-        let null = self.queue_value(shape.chunks);
+        let null = self.queue_value(shape.null_entry());
         for row in 0..shape.rows() {
             let take = (1..=shape.chunks).contains(&row);
             let (word, add, boundary, op) = if take {

@@ -19,6 +19,8 @@ use verbs::direct::Ring;
 use verbs::wqe::{Builder, WQEBB, offset};
 use verbs::{Key, Qpn, Remote, Sge};
 
+use crate::index::Slot;
+
 /// The bit width at which an index wraps around.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Wrap {
@@ -229,6 +231,18 @@ pub const STAGING_BYTES: u32 = 64;
 /// Building blocks of one reply and its RECV_EN in the front ring.
 pub const REPLY_BLOCKS: u32 = 2;
 
+impl Slot {
+    /// The slot of the request with this number.
+    pub const fn of_request(number: u32, credits: u32) -> Self {
+        Self::new(number % credits)
+    }
+
+    /// Offset of the slot's part of the staging memory.
+    pub const fn staging(self) -> usize {
+        self.offset(STAGING_BYTES as usize)
+    }
+}
+
 impl Wiring {
     /// Bytes of staging memory for `credits` slots.
     pub const fn staging_bytes(credits: u32) -> usize {
@@ -236,8 +250,8 @@ impl Wiring {
     }
 
     /// Slot of the first request that position `p` serves.
-    pub fn slot(&self, p: u32) -> u32 {
-        (self.first + p) % self.credits
+    pub fn slot(&self, p: u32) -> Slot {
+        Slot::of_request(self.first + p, self.credits)
     }
 
     /// Address of the field at `field` of the worker's WQE at building block `block`.
@@ -251,10 +265,10 @@ impl Wiring {
     }
 
     /// `len` bytes at `offset` of the staging memory of `slot`.
-    pub fn staging(&self, slot: u32, offset: u32, len: u32) -> Sge {
+    pub fn staging(&self, slot: Slot, offset: u32, len: u32) -> Sge {
         assert!(offset + len <= STAGING_BYTES);
         Sge {
-            addr: self.staging.addr + (slot * STAGING_BYTES + offset) as u64,
+            addr: self.staging.addr + slot.staging() as u64 + u64::from(offset),
             len,
             ..self.staging
         }
@@ -266,14 +280,19 @@ impl Wiring {
         Sge { addr, len: 8, ..self.staging }
     }
 
+    /// Building-block index of the reply in `slot`, in the front ring.
+    fn reply_block(&self, slot: Slot) -> u32 {
+        slot.raw() * self.reply_blocks
+    }
+
     /// Address of the field at `field` of the reply in `slot`.
-    pub fn reply_field(&self, slot: u32, field: usize) -> u64 {
-        let at = (slot * self.reply_blocks) as usize * WQEBB + field;
+    pub fn reply_field(&self, slot: Slot, field: usize) -> u64 {
+        let at = self.reply_block(slot) as usize * WQEBB + field;
         self.front_ring.memory.addr() + at as u64
     }
 
     /// Address of the `{index, number}` pair of the RECV_EN behind the reply in `slot`.
-    pub fn credit_pair(&self, slot: u32) -> u64 {
+    pub fn credit_pair(&self, slot: Slot) -> u64 {
         self.reply_field(slot, self.credit_block as usize * WQEBB + PAIR)
     }
 
@@ -284,7 +303,7 @@ impl Wiring {
     ///
     /// The address that the last request has patched in is kept: its reply may not have been sent
     /// yet, or may have to be retransmitted because the network has lost it.
-    pub fn write_reply(&self, slot: u32, first_use: u32, from: Sge) {
+    pub fn write_reply(&self, slot: Slot, first_use: u32, from: Sge) {
         let to = self.reply_target(slot);
         self.write_front(slot, 0, |b| {
             b.rdma_write_imm(to, &[from], super::REPLY_IMM);
@@ -293,8 +312,8 @@ impl Wiring {
     }
 
     /// Destination of the reply in `slot`; null before the first request.
-    fn reply_target(&self, slot: u32) -> Remote {
-        let at = (slot * self.reply_blocks) as usize * WQEBB + offset::REMOTE_ADDR;
+    fn reply_target(&self, slot: Slot) -> Remote {
+        let at = self.reply_block(slot) as usize * WQEBB + offset::REMOTE_ADDR;
         let (mut addr, mut rkey) = ([0; 8], [0; 4]);
         self.front_ring.memory.read(at, &mut addr);
         self.front_ring.memory.read(at + addr.len(), &mut rkey);
@@ -303,7 +322,7 @@ impl Wiring {
 
     /// Writes the RECV_EN of `slot`, which the request with number `first_use` is the first to
     /// execute. If `signaled`, it completes when the reply has ended.
-    pub fn write_credit(&self, slot: u32, first_use: u32, signaled: bool) {
+    pub fn write_credit(&self, slot: Slot, first_use: u32, signaled: bool) {
         self.write_front(slot, self.credit_block, |b| {
             b.receive_enable(self.front, first_use.wrapping_add(1) & 0xffff);
             if signaled {
@@ -313,8 +332,8 @@ impl Wiring {
     }
 
     /// Writes the WQE at block `at` of the reply in `slot`.
-    pub fn write_front(&self, slot: u32, at: u32, build: impl FnOnce(&mut Builder)) {
-        let block = slot * self.reply_blocks + at;
+    pub fn write_front(&self, slot: Slot, at: u32, build: impl FnOnce(&mut Builder)) {
+        let block = self.reply_block(slot) + at;
         let mut b = Builder::new(self.front, block as u16);
         build(&mut b);
         assert!(at + b.blocks() <= self.reply_blocks, "a WQE reaches into another answer");
@@ -322,13 +341,13 @@ impl Wiring {
     }
 
     /// Writes the receive WQE of `slot`.
-    pub fn write_receive(&self, slot: u32, scatter: &Scatter) {
+    pub fn write_receive(&self, slot: Slot, scatter: &Scatter) {
         let stride = self.front_recv.stride as usize;
         let mut wqe = vec![0u8; stride];
         for (sge, at) in scatter.list().iter().zip(wqe.chunks_exact_mut(16)) {
             at.copy_from_slice(&sge.to_bytes());
         }
         assert!(scatter.list().len() * 16 <= stride, "a receive WQE has too many elements");
-        self.front_recv.memory.write(slot as usize * stride, &wqe);
+        self.front_recv.memory.write(slot.offset(stride), &wqe);
     }
 }

@@ -14,9 +14,10 @@ use verbs::{
     Status, WorkRequest,
 };
 
-use super::layout::{AVAIL, ENTRY_BYTES, Memory, STEER_STRIDE, entry};
+use super::layout::{AVAIL, Memory, STEER_STRIDE, entry};
 use super::push_queue::PushRecord;
 use crate::Error;
+use crate::index::EntryId;
 
 /// Building blocks of the reclaimer's send queue: two batches.
 const BLOCKS: u32 = 1024;
@@ -33,7 +34,7 @@ pub const WAITING: usize = 1 << 12;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Task {
     /// Release an entry that has no owner: unbind, clear, push, return its permit.
-    Release(u32),
+    Release(EntryId),
     /// Return a permit.
     Permit,
     /// Add a receive to the push queue.
@@ -242,20 +243,20 @@ impl Batch {
         2 * (self.steps.len() + steps) <= BATCH_BLOCKS as usize
     }
 
-    fn unbind<N: DirectNic>(&mut self, memory: &Memory<N>, i: u32) {
+    fn unbind<N: DirectNic>(&mut self, memory: &Memory<N>, i: EntryId) {
         let unbind = |key: Key| Step::Unbind(Umr::unbind(key, false));
         self.steps.extend(memory.window_keys(i).map(unbind));
     }
 
-    fn clear<N: DirectNic>(&mut self, memory: &Memory<N>, i: u32, from: u64, len: u64) {
+    fn clear<N: DirectNic>(&mut self, memory: &Memory<N>, i: EntryId, from: u64, len: u64) {
         let addr = memory.chunk_addr(i) + from;
         let to = Remote { addr, rkey: memory.chunks_clear.key() };
         self.steps.push(Step::Clear(to, [memory.zeros.sge(0, len as u32)]));
         self.clears -= len;
     }
 
-    fn give_back<N: DirectNic>(&mut self, memory: &Memory<N>, i: u32) {
-        let own = memory.table.remote(i as usize * ENTRY_BYTES + entry::OWN);
+    fn give_back<N: DirectNic>(&mut self, memory: &Memory<N>, i: EntryId) {
+        let own = memory.table.remote(i.table_offset() + entry::OWN);
         let value = memory.queue_value(i).to_be_bytes();
         let zero = [memory.zeros.sge(0, 8)];
         let steps = [Step::Disown(own, zero), Step::Push(value), Step::Permit, Step::Receive];

@@ -43,8 +43,8 @@ use crate::registry::{ClientParts, ClientRegistry};
 use crate::scheme::{
     CasStats, ConnectRequest, ConnectionEpoch, Grant, GroupId, QPS_MAX, WhenIdle, bulletin,
 };
-use crate::wakeup::cores;
 use crate::{DefaultNic, Error, Scheme, schemes};
+use units::cpus::cores;
 
 /// Options of a compute node's connection.
 ///

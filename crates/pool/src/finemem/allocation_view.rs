@@ -7,12 +7,13 @@ use parking_lot::Mutex;
 use verbs::DmaMemory;
 
 use super::array::Taker;
-use super::block::{Block, Layer, SECTION, SECTION_ORDER};
-use super::header::{CHUNKS, Header, SPANS, Spread, User};
+use super::block::{Block, CHUNK_ORDER, Order, Place};
+use super::header::{Header, Spread, User, chunk_mask};
 use super::layout::Shape;
 use super::log::{Capability, FullLog};
 use super::tree::pending;
 use super::words::Words;
+use crate::index::ChunkIndex;
 use crate::scheme::ClientId;
 
 /// The client to which each user number was last assigned.
@@ -33,22 +34,25 @@ impl AllocationView {
         self.memory.clone()
     }
 
-    /// Number of chunks.
-    pub fn chunks(&self) -> u32 {
-        self.shape.chunks
+    /// All chunks.
+    pub fn chunks(&self) -> impl Iterator<Item = ChunkIndex> {
+        self.shape.each_chunk()
+    }
+
+    fn header(&self, place: Place) -> Header {
+        Header(self.words.load(place.word(self.shape)))
     }
 
     /// The array's record of a chunk, in the scheme that has an array in place of the tree.
-    fn taker(&self, chunk: u32) -> Option<Taker> {
+    fn taker(&self, chunk: ChunkIndex) -> Option<Taker> {
         Taker::parse(self.words.load(self.shape.log(chunk))).filter(|_| self.is_array)
     }
 
     /// The timestamps of all headers of sections and spans.
     pub fn timestamps(&self) -> impl Iterator<Item = u32> {
-        let shape = self.shape;
-        let sections = (0..shape.sections()).map(move |section| shape.section(section));
-        let headers = sections.chain((0..shape.spans()).map(move |span| shape.span(span)));
-        headers.map(|at| Header(self.words.load(at)).record().timestamp.raw())
+        let sections = self.shape.each_section().map(Place::Section);
+        let headers = sections.chain(self.shape.each_span().map(Place::Span));
+        headers.map(|place| self.header(place).record().timestamp.raw())
     }
 
     /// True if the address is in the metadata.
@@ -58,7 +62,7 @@ impl AllocationView {
     }
 
     /// The owner of a chunk, or of a quarantined chunk its last owner; `None` if the chunk is free.
-    pub fn owner(&self, chunk: u32) -> Option<ClientId> {
+    pub fn owner(&self, chunk: ChunkIndex) -> Option<ClientId> {
         if !self.is_taken(chunk) {
             return None;
         }
@@ -73,26 +77,21 @@ impl AllocationView {
 
     /// The log of a chunk: the temporary log of its header if that is newer, otherwise the full
     /// log.
-    fn log(&self, chunk: u32) -> FullLog {
-        let (span, section) = (chunk / CHUNKS, chunk / SECTION);
-        let header = |at| Header(self.words.load(at));
-        let of_span = pending(Layer::Span, span, header(self.shape.span(span)));
-        let of_section = pending(Layer::Section, section, header(self.shape.section(section)));
-        let in_use = header(self.shape.span(span)).in_use();
-        let of_section = of_section.filter(|_| !in_use);
-        let newest = [of_span.filter(|_| in_use), of_section].into_iter().flatten();
-        let newest = newest.into_iter().find(|(at, _)| *at == chunk);
+    fn log(&self, chunk: ChunkIndex) -> FullLog {
+        let (span, section) = (Place::Span(chunk.span()), Place::Section(chunk.section()));
+        let place = if self.header(span).in_use() { span } else { section };
+        let newest = pending(place, self.header(place)).filter(|(at, _)| *at == chunk);
         let full = || FullLog::parse(self.words.load(self.shape.log(chunk)));
         newest.map_or_else(full, |(_, log)| log)
     }
 
     /// The taken block that contains a chunk, according to the log of the block's first chunk.
-    fn taken_with(&self, chunk: u32) -> Option<(Block, FullLog)> {
-        (0..=self.shape.order_max()).find_map(|order| {
+    fn taken_with(&self, chunk: ChunkIndex) -> Option<(Block, FullLog)> {
+        self.shape.order_max().up_to().find_map(|order: Order| {
             // In a block of several sections, each section has a log.
-            let first = match order > SECTION_ORDER {
-                true => chunk / SECTION * SECTION,
-                false => chunk >> order << order,
+            let first = match order.has_parts() {
+                true => chunk.section().first_chunk(),
+                false => Block::around(chunk, order).chunk,
             };
             let log = self.log(first);
             let block = log.block(first);
@@ -102,25 +101,25 @@ impl AllocationView {
     }
 
     /// True if the bitmaps mark a chunk as taken.
-    pub fn is_taken(&self, chunk: u32) -> bool {
+    pub fn is_taken(&self, chunk: ChunkIndex) -> bool {
         if self.is_array {
             return self.taker(chunk).is_some();
         }
-        let index = chunk / CHUNKS;
-        let span = Header(self.words.load(self.shape.span(index)));
+        let index = chunk.span();
+        let span = self.header(Place::Span(index));
         match span.in_use() {
-            true => span.bitmap() >> (chunk % CHUNKS) & 1 == 1,
+            true => span.bitmap() & chunk_mask(chunk.in_span(), CHUNK_ORDER) != 0,
             false => {
-                let section = Header(self.words.load(self.shape.section(index / SPANS)));
-                section.spread(index % SPANS) == Spread::Full
+                let section = self.header(Place::Section(index.section()));
+                section.spread(index.in_section()) == Spread::Full
             }
         }
     }
 
     /// True if a chunk was freed, alone or in a larger block, and its old key may still grant
     /// access.
-    pub fn is_quarantined(&self, chunk: u32) -> bool {
-        let alone = Block { chunk, order: 0 };
+    pub fn is_quarantined(&self, chunk: ChunkIndex) -> bool {
+        let alone = Block::of_chunk(chunk);
         let block = match self.is_array {
             true => alone,
             false => self.taken_with(chunk).map_or(alone, |(block, _)| block),

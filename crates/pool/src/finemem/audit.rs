@@ -3,12 +3,13 @@
 use verbs::Nic;
 
 use super::array::Taker;
-use super::block::{Block, SECTION};
-use super::header::{CHUNKS, Header, SPANS, Spread, chunk_mask};
-use super::log::{Capability, FullLog};
+use super::block::{Block, CHUNK_ORDER};
+use super::header::{Header, Spread, chunk_mask};
+use super::log::FullLog;
 use super::map::Map;
 use super::node::Node;
 use crate::Error;
+use crate::index::IndexRange;
 
 /// Checks that every chunk is free, or in one block that its log names and a client owns, and that
 /// the capability table has the keys of the windows.
@@ -17,8 +18,8 @@ pub(super) fn check<N: Nic>(node: &Node<N>) -> Result<(), Error> {
         Map::Tree(_) => check_tree(node)?,
         Map::Array(_) => check_array(node)?,
     }
-    for entry in (0..node.shape.entries()).filter(|entry| !node.scan.is_releasing(*entry)) {
-        let capability = Capability::parse(node.words.load(node.shape.capability(entry)));
+    for entry in node.shape.each_entry().filter(|entry| !node.scan.is_releasing(*entry)) {
+        let capability = node.capability(entry);
         if !node.keys.fits(entry, capability) {
             let keys = node.keys.capability(entry);
             return wrong(format!(
@@ -35,14 +36,15 @@ fn wrong(why: String) -> Result<(), Error> {
 
 fn check_array<N: Nic>(node: &Node<N>) -> Result<(), Error> {
     let word = |chunk| node.words.load(node.shape.log(chunk));
-    for chunk in 0..node.shape.chunks {
+    for chunk in node.shape.each_chunk() {
         let Some(taker) = Taker::parse(word(chunk)) else { continue };
         if node.peers.values().all(|peer| peer.user != taker.user) {
             let user = taker.user.raw();
             return wrong(format!("chunk {chunk} belongs to user {user}, which is not connected"));
         }
         let block = taker.block(node.shape, chunk);
-        if !block.is_some_and(|block| block.chunks().all(|other| word(other) == word(chunk))) {
+        if !block.is_some_and(|block| block.chunks().iter().all(|other| word(other) == word(chunk)))
+        {
             return wrong(format!("chunk {chunk} belongs to a partly taken block: {taker:?}"));
         }
     }
@@ -54,7 +56,7 @@ fn check_tree<N: Nic>(node: &Node<N>) -> Result<(), Error> {
     let section = |index| Header(load(shape.section(index)));
     let span = |index| Header(load(shape.span(index)));
     let mut owned = vec![false; shape.chunks as usize];
-    for chunk in 0..shape.chunks {
+    for chunk in shape.each_chunk() {
         let log = FullLog::parse(load(shape.log(chunk)));
         if !log.taken {
             continue;
@@ -67,36 +69,34 @@ fn check_tree<N: Nic>(node: &Node<N>) -> Result<(), Error> {
         }
         let block = log.block(chunk);
         // In a block of several sections, each section has a log.
-        let here = if block.parts().is_some() { Block::section(chunk / SECTION) } else { block };
-        for chunk in here.chunks() {
-            match owned.get_mut(chunk as usize) {
+        let here = if block.parts().is_some() { Block::section(chunk.section()) } else { block };
+        for chunk in here.chunks().iter() {
+            match owned.get_mut(chunk.as_usize()) {
                 Some(owned @ false) => *owned = true,
                 _ => return wrong(format!("chunk {chunk} is in two blocks, or beyond the pool")),
             }
         }
     }
-    for chunk in 0..shape.chunks {
-        let (index, at) = (chunk / SECTION, chunk / CHUNKS % SPANS);
-        let header = span(chunk / CHUNKS);
-        let taken = match section(index).spread(at) {
+    for chunk in shape.each_chunk() {
+        let (header, of_section) = (span(chunk.span()), section(chunk.section()));
+        let taken = match of_section.spread(chunk.span().in_section()) {
             Spread::Empty if header.in_use() || header.bitmap() != 0 => {
                 return wrong(format!(
                     "span {} is empty in its section's header but not in its own",
-                    chunk / CHUNKS
+                    chunk.span()
                 ));
             }
-            _ if header.in_use() => header.bitmap() & chunk_mask(chunk % CHUNKS, 0) != 0,
+            _ if header.in_use() => header.bitmap() & chunk_mask(chunk.in_span(), CHUNK_ORDER) != 0,
             spread => spread == Spread::Full,
         };
-        if taken != owned[chunk as usize] {
+        if taken != owned[chunk.as_usize()] {
             let state =
                 if taken { "taken without a log" } else { "free, but a log names an owner" };
             let log = FullLog::parse(load(shape.log(chunk)));
             return wrong(format!(
                 "chunk {chunk} is {state}: its span's header is {:#018x}, its section's {:#018x}, \
                  {log:?}",
-                header.0,
-                section(index).0
+                header.0, of_section.0
             ));
         }
     }

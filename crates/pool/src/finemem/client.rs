@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::Mutex;
 use verbs::{Access, Key, MemoryRegion, Nic, Op, Remote, Status, WorkRequest};
 
+use super::block::{CHUNK_ORDER, Order};
 use super::effort::{AttemptCost, EffortCounts};
 use super::header::User;
 use super::layout::{Functions, Shape, Word};
@@ -23,6 +24,7 @@ use super::tree::{BATCH, Verbs};
 use crate::Error;
 use crate::Scheme;
 use crate::credits::{Credit, Credits};
+use crate::index::EntryId;
 use crate::protocol::NodeHello;
 use crate::request_queue::{ManagementQp, RequestQueue, RequestQueueAttr};
 use crate::scheme::{
@@ -55,7 +57,7 @@ pub struct Client<N: Nic> {
     alone: Credits,
     admitted: OnceLock<Terms>,
     /// Blocks granted to this client, with their capabilities at that time.
-    held: Mutex<HashMap<u32, Capability>>,
+    held: Mutex<HashMap<EntryId, Capability>>,
     release: Release,
     /// An interrupted allocation may have taken a block.
     in_doubt: AtomicBool,
@@ -125,7 +127,7 @@ impl<N: Nic> Client<N> {
     pub(super) async fn request_scan(
         &self,
         attempt: &str,
-        order: u32,
+        order: Order,
     ) -> Result<(u32, u32), Error> {
         let alone = self.alone.take().await;
         self.request_scan_exclusive(attempt, order, &alone).await
@@ -134,11 +136,11 @@ impl<N: Nic> Client<N> {
     async fn request_scan_exclusive(
         &self,
         attempt: &str,
-        order: u32,
+        order: Order,
         _: &Credit<'_>,
     ) -> Result<(u32, u32), Error> {
         let to = self.answers.sge(0, 8);
-        let request = u64::from(order).to_be_bytes();
+        let request = u64::from(order.raw()).to_be_bytes();
         let (answered, sent) = self.queue.exchange(attempt, &request, &[to]).await?;
         if let Some(status) = [answered, sent].into_iter().find(|s| *s != Status::Success) {
             return Err(Error::ManagementBroken { attempt: attempt.into(), status });
@@ -163,13 +165,13 @@ impl<N: Nic> Client<N> {
         if !self.in_doubt.load(Ordering::Acquire) {
             return Ok(());
         }
-        self.request_scan_exclusive(attempt, 0, &alone).await?;
+        self.request_scan_exclusive(attempt, CHUNK_ORDER, &alone).await?;
         let Terms { map, user, .. } = self.terms(attempt)?;
         let shape = map.shape();
         // All blocks are found before any is quarantined. A quarantined block soon has another
         // owner, and the parts of a block are identified by the log of its first section.
         let mut blocks = Vec::new();
-        for section in 0..shape.sections() {
+        for section in shape.each_section() {
             blocks.extend(map.taken_by(&session, *user, section).await?);
         }
         for block in blocks {
@@ -192,7 +194,7 @@ impl<N: Nic> Client<N> {
         &self,
         attempt: &'static str,
         group: GroupId,
-        order: u32,
+        order: Order,
     ) -> Result<Option<Grant>, Error> {
         let session = self.session(attempt).await?;
         let Terms { map, data, functions, .. } = self.terms(attempt)?;
@@ -202,10 +204,10 @@ impl<N: Nic> Client<N> {
                 return Ok(None);
             };
             let (entry, key) = (shape.entry(block), capability.main);
-            let addr = data + block.chunk as u64 * shape.chunk_bytes;
+            let (offset, bytes) = shape.range(block);
             // One window serves all lanes.
             let keys = &[key; MAX_GROUP][..self.lanes];
-            let grant = Grant::new(addr, shape.block_bytes(order), entry, group, keys)
+            let grant = Grant::new(data + offset, bytes, entry, group, keys)
                 .in_function(functions.of(entry) as u8);
             self.held.lock().insert(entry, capability);
             Ok(Some(grant))
@@ -219,12 +221,12 @@ impl<N: Nic> Client<N> {
     }
 
     /// The capability of a block granted under `key`, at the time of the grant.
-    pub(super) fn held(&self, entry: u32, key: Key) -> Option<Capability> {
+    pub(super) fn held(&self, entry: EntryId, key: Key) -> Option<Capability> {
         self.held.lock().get(&entry).copied().filter(|held| held.main == key)
     }
 
     /// Removes a block granted under `key` from the held blocks.
-    pub(super) fn forget(&self, entry: u32, key: Key) {
+    pub(super) fn forget(&self, entry: EntryId, key: Key) {
         let mut held = self.held.lock();
         if held.get(&entry).is_some_and(|held| held.main == key) {
             held.remove(&entry);
@@ -242,7 +244,7 @@ impl<N: Nic> Client<N> {
     pub(super) async fn quarantine(
         &self,
         attempt: &'static str,
-        (entry, key): (u32, Key),
+        (entry, key): (EntryId, Key),
     ) -> Result<bool, Error> {
         let at = self.map(attempt)?.0.shape().capability(entry);
         let session = self.session(attempt).await?;
@@ -260,7 +262,7 @@ impl<N: Nic> Client<N> {
     pub(super) async fn free_at_once(
         &self,
         attempt: &'static str,
-        (entry, key): (u32, Key),
+        (entry, key): (EntryId, Key),
     ) -> Result<bool, Error> {
         let (map, user) = self.map(attempt)?;
         let at = map.shape().capability(entry);
@@ -268,7 +270,7 @@ impl<N: Nic> Client<N> {
         loop {
             if seen.lacks_backup() {
                 // No scan has run since the block was last freed.
-                self.request_scan(attempt, 0).await?;
+                self.request_scan(attempt, CHUNK_ORDER).await?;
             }
             let session = self.session(attempt).await?;
             if seen.lacks_backup() {
@@ -306,11 +308,11 @@ pub(super) struct Session<'a, N: Nic> {
 
 impl<N: Nic> Session<'_, N> {
     fn at(&self, word: Word) -> Remote {
-        Remote { addr: self.metadata.addr + 8 * word.0 as u64, ..self.metadata }
+        Remote { addr: self.metadata.addr + word.offset() as u64, ..self.metadata }
     }
 
     fn slot(&self, word: usize) -> usize {
-        self.credit.slot() as usize * SLOT_BYTES + 8 * word
+        self.credit.slot().offset(SLOT_BYTES) + 8 * word
     }
 
     fn result(&self, word: usize) -> u64 {

@@ -21,6 +21,8 @@
 //!   It distinguishes two words that would otherwise be equal with changes in between. A verb that
 //!   is delayed by exactly 128 such changes would not notice them.
 
+use super::block::{ChunkOffset, Order, SpanOffset};
+
 /// Chunks of a span.
 pub const CHUNKS: u32 = 32;
 /// Spans of a section.
@@ -236,41 +238,46 @@ impl Header {
     }
 
     /// Section: the state of a span.
-    pub const fn spread(self, span: u32) -> Spread {
-        Spread::of(self.bitmap() >> (2 * span) & 0b11)
+    pub const fn spread(self, span: SpanOffset) -> Spread {
+        Spread::of(self.bitmap() >> (2 * span.raw()) & 0b11)
     }
 
     /// Section: replaces the state of a span.
-    pub const fn with_spread(self, span: u32, spread: Spread) -> Self {
-        let cleared = self.bitmap() & !(0b11 << (2 * span));
-        self.with_bitmap(cleared | (spread as u32) << (2 * span))
+    pub const fn with_spread(self, span: SpanOffset, spread: Spread) -> Self {
+        let at = 2 * span.raw();
+        self.with_bitmap(self.bitmap() & !(0b11 << at) | (spread as u32) << at)
     }
 }
 
-/// The bits of a block of 2^`order` chunks in a span's bitmap.
-pub const fn chunk_mask(offset: u32, order: u32) -> u32 {
-    ((1u32 << (1 << order)) - 1) << offset
+/// The bits of a block of chunks in a span's bitmap.
+pub const fn chunk_mask(offset: ChunkOffset, order: Order) -> u32 {
+    ((1u32 << order.chunks()) - 1) << offset.raw()
 }
 
-/// The bits of a block of 2^`order` spans in a section's bitmap, all of them full.
-pub const fn span_mask(offset: u32, order: u32) -> u32 {
-    let bits = ((1u64 << (2 << order)) - 1) as u32;
-    bits << (2 * offset)
+/// The bits of a block of 2^`size` spans in a section's bitmap, all of them full.
+pub const fn span_mask(offset: SpanOffset, size: u32) -> u32 {
+    let bits = ((1u64 << (2 << size)) - 1) as u32;
+    bits << (2 * offset.raw())
 }
 
-/// The first free, aligned block of 2^`order` chunks in `bitmap` at or after chunk `from`, wrapping
-/// around.
-pub fn find_chunks(bitmap: u32, order: u32, from: u32) -> Option<u32> {
-    let count = CHUNKS >> order;
-    let first = (from % CHUNKS) >> order;
-    let mut offsets = (0..count).map(|i| ((first + i) % count) << order);
-    offsets.find(|offset| bitmap & chunk_mask(*offset, order) == 0)
+/// Positions of the aligned blocks of `order` in a span.
+pub fn chunk_blocks(order: Order) -> impl ExactSizeIterator<Item = ChunkOffset> {
+    (0..CHUNKS >> order.raw()).map(move |i| ChunkOffset::new(i << order.raw()))
 }
 
-/// The first aligned block of 2^`order` empty spans in `bitmap`.
-pub fn find_spans(bitmap: u32, order: u32) -> Option<u32> {
-    let mut offsets = (0..SPANS >> order).map(|i| i << order);
-    offsets.find(|offset| bitmap & span_mask(*offset, order) == 0)
+/// Positions of the aligned blocks of 2^`size` spans in a section.
+pub fn span_blocks(size: u32) -> impl ExactSizeIterator<Item = SpanOffset> {
+    (0..SPANS >> size).map(move |i| SpanOffset::new(i << size))
+}
+
+/// The first free, aligned block of `order` in a span's bitmap.
+pub fn find_chunks(bitmap: u32, order: Order) -> Option<ChunkOffset> {
+    chunk_blocks(order).find(|offset| bitmap & chunk_mask(*offset, order) == 0)
+}
+
+/// The first aligned block of 2^`size` empty spans in a section's bitmap.
+pub fn find_spans(bitmap: u32, size: u32) -> Option<SpanOffset> {
+    span_blocks(size).find(|offset| bitmap & span_mask(*offset, size) == 0)
 }
 
 #[cfg(test)]
@@ -301,14 +308,15 @@ mod tests {
 
         #[test]
         fn found_block_is_free_and_aligned(
-            bitmap in any::<u32>(), order in 0u32..=CHUNK_ORDER_MAX, from in 0u32..64,
+            bitmap in any::<u32>(), order in 0u32..=CHUNK_ORDER_MAX,
         ) {
-            match find_chunks(bitmap, order, from) {
+            let order = Order::new(order);
+            match find_chunks(bitmap, order) {
                 Some(at) => {
-                    prop_assert_eq!(at % (1 << order), 0);
+                    prop_assert_eq!(at.raw() % order.chunks(), 0);
                     prop_assert_eq!(bitmap & chunk_mask(at, order), 0);
                 }
-                None => for at in (0..CHUNKS).step_by(1 << order) {
+                None => for at in chunk_blocks(order) {
                     prop_assert_ne!(bitmap & chunk_mask(at, order), 0);
                 },
             }
@@ -327,10 +335,12 @@ mod tests {
     fn states_of_spans_are_two_bits_each() {
         use Spread::*;
         let all = [Empty, Normal, Contended, Full];
-        let word = (0..SPANS).fold(Header(0), |h, s| h.with_spread(s, all[s as usize % 4]));
-        (0..SPANS).for_each(|s| assert_eq!(word.spread(s), all[s as usize % 4]));
-        assert_eq!(span_mask(0, SPAN_ORDER_MAX), u32::MAX);
-        assert_eq!(find_spans(Header(0).with_spread(1, Full).bitmap(), 1), Some(2));
+        let word =
+            SpanOffset::all().fold(Header(0), |h, s| h.with_spread(s, all[s.as_usize() % 4]));
+        SpanOffset::all().for_each(|s| assert_eq!(word.spread(s), all[s.as_usize() % 4]));
+        assert_eq!(span_mask(SpanOffset::new(0), SPAN_ORDER_MAX), u32::MAX);
+        let second = Header(0).with_spread(SpanOffset::new(1), Full);
+        assert_eq!(find_spans(second.bitmap(), 1), Some(SpanOffset::new(2)));
     }
 
     #[test]

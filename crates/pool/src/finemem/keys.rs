@@ -20,13 +20,19 @@ use super::layout::{Functions, Shape};
 use super::log::{Capability, FullLog};
 use super::release::Release;
 use crate::Error;
+use crate::index::{EntryId, IndexRange, index_type};
 use crate::info::{Isolation, Scheme};
 use crate::wakeup::poll_until;
 
 /// Maximum number of windows that are allocated with one call.
 const PIECE: usize = 1 << 15;
 
-/// The windows of all blocks, indexed by entry of the capability table.
+index_type! {
+    /// A window. Each entry of the capability table has the same number of windows.
+    WindowIndex
+}
+
+/// The windows of all blocks.
 pub(super) struct Keys<N: Nic> {
     shape: Shape,
     /// Windows per block.
@@ -58,7 +64,8 @@ impl<N: Nic> Keys<N> {
         }
         let keys = windows.iter().map(|w| w.key()).collect();
         let mut all = Self { shape, each, keys, _windows: windows, division, functions };
-        all.renew(&(0..shape.entries() * each).collect::<Vec<u32>>())?;
+        let end = WindowIndex::new(shape.entries() * each);
+        all.renew(&(WindowIndex::new(0)..end).iter().collect::<Vec<_>>())?;
         Ok(all)
     }
 
@@ -68,34 +75,40 @@ impl<N: Nic> Keys<N> {
     }
 
     /// The function of a window.
-    fn function(&self, window: u32) -> usize {
-        self.division.of(window / self.each) as usize
+    fn function(&self, window: WindowIndex) -> usize {
+        self.division.of(self.entry(window)) as usize
+    }
+
+    /// The entry of the block that has a window.
+    fn entry(&self, window: WindowIndex) -> EntryId {
+        EntryId::new(window.raw() / self.each)
     }
 
     /// The windows of a block.
-    pub fn windows(&self, entry: u32) -> Range<u32> {
-        entry * self.each..(entry + 1) * self.each
+    pub fn windows(&self, entry: EntryId) -> Range<WindowIndex> {
+        let first = WindowIndex::new(entry.raw() * self.each);
+        first..first.plus(self.each)
     }
 
     /// The window of a block whose key is not `main`.
-    pub fn other_than(&self, entry: u32, main: Key) -> Option<u32> {
-        self.windows(entry).find(|window| self.key(*window) != main)
+    pub fn other_than(&self, entry: EntryId, main: Key) -> Option<WindowIndex> {
+        self.windows(entry).iter().find(|window| self.key(*window) != main)
     }
 
     /// The current key of a window.
-    pub fn key(&self, window: u32) -> Key {
-        self.keys[window as usize]
+    pub fn key(&self, window: WindowIndex) -> Key {
+        self.keys[window.as_usize()]
     }
 
     /// The capability of a block with all of its keys.
-    pub fn capability(&self, entry: u32) -> Capability {
-        let mut keys = self.windows(entry).map(|window| self.key(window));
+    pub fn capability(&self, entry: EntryId) -> Capability {
+        let mut keys = self.windows(entry).iter().map(|window| self.key(window));
         let mut next = || keys.next().unwrap_or_default();
         Capability { main: next(), backup: next() }
     }
 
     /// True if `capability` is a valid value for the block of `entry`.
-    pub fn fits(&self, entry: u32, capability: Capability) -> bool {
+    pub fn fits(&self, entry: EntryId, capability: Capability) -> bool {
         let capability_now = self.capability(entry);
         let swapped = Capability { main: capability_now.backup, backup: capability_now.main };
         let states = |c: Capability| [Capability::open(c.main), Capability::quarantined(c.main), c];
@@ -106,16 +119,16 @@ impl<N: Nic> Keys<N> {
     }
 
     /// Address and bytes of a block.
-    pub fn range(&self, entry: u32) -> (u64, u64) {
+    pub fn range(&self, entry: EntryId) -> (u64, u64) {
         let block = self.shape.block(entry).expect("an entry of the table");
         let memory = self.functions[0].memory.memory();
-        let start = memory.addr() + block.chunk as u64 * self.shape.chunk_bytes;
-        (start, self.shape.block_bytes(block.order))
+        let (offset, bytes) = self.shape.range(block);
+        (memory.addr() + offset, bytes)
     }
 
     /// Rebinds windows under new keys. On return the old keys are dead, and no access under them is
     /// pending.
-    pub fn renew(&mut self, windows: &[u32]) -> Result<(), Error> {
+    pub fn renew(&mut self, windows: &[WindowIndex]) -> Result<(), Error> {
         if self.functions.len() == 1 {
             return windows.chunks(BATCH).try_for_each(|some| self.renew_some(0, some));
         }
@@ -129,7 +142,7 @@ impl<N: Nic> Keys<N> {
     /// Rebinds windows of one function with one doorbell. The work of a QP completes in order, so
     /// the completion of the last bind covers all. A failed bind always completes, and the binds
     /// after it are flushed.
-    fn renew_some(&mut self, function: usize, windows: &[u32]) -> Result<(), Error> {
+    fn renew_some(&mut self, function: usize, windows: &[WindowIndex]) -> Result<(), Error> {
         let Function { binder, binds, .. } = &self.functions[function];
         let umrs: Vec<Umr> = windows.iter().map(|window| self.rebind(*window)).collect();
         let last = umrs.len() as u64 - 1;
@@ -148,14 +161,14 @@ impl<N: Nic> Keys<N> {
             return Err(Error::ManagementBroken { attempt, status });
         }
         for window in windows {
-            let key = &mut self.keys[*window as usize];
+            let key = &mut self.keys[window.as_usize()];
             *key = Key::new(key.index(), key.tag().wrapping_add(1));
         }
         Ok(())
     }
 
-    fn rebind(&self, window: u32) -> Umr {
-        let (key, (start, bytes)) = (self.key(window), self.range(window / self.each));
+    fn rebind(&self, window: WindowIndex) -> Umr {
+        let (key, (start, bytes)) = (self.key(window), self.range(self.entry(window)));
         let tag = key.tag().wrapping_add(1);
         let memory = self.functions[self.function(window)].memory.key();
         Umr::bind_type1(key, tag, Access::REMOTE_ALL, memory, start, bytes as u32)
@@ -167,17 +180,17 @@ impl<N: Nic> Keys<N> {
 fn guarded<N: Nic>(
     function: &Function<N>,
     shape: Shape,
-    entries: Range<u32>,
+    entries: Range<EntryId>,
 ) -> Result<Vec<N::Mw>, Error> {
     let Function { nic, pd, metadata, .. } = function;
     let word = |entry| {
         let block = shape.block(entry).expect("an entry of the table");
-        let addr = metadata.memory().addr() + 8 * shape.log(block.chunk).0 as u64;
+        let addr = metadata.memory().addr() + shape.log(block.chunk).offset() as u64;
         (addr, FullLog::taken(User::NOBODY, block).to_word())
     };
     let mut windows = Vec::with_capacity(entries.len());
-    for first in entries.clone().step_by(PIECE) {
-        let words: Vec<_> = (first..entries.end.min(first + PIECE as u32)).map(word).collect();
+    for some in entries.batches(PIECE) {
+        let words: Vec<_> = some.iter().map(word).collect();
         let guards = Guards { region: metadata, mask: FullLog::OWNERSHIP, words: &words };
         windows.extend(nic.alloc_guarded_mws(pd, &guards)?);
     }

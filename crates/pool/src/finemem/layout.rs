@@ -18,13 +18,22 @@
 
 use std::ops::Range;
 
-use super::block::{SECTION, SECTION_ORDER, SPAN_ORDER};
-use super::header::SPANS;
+use super::block::{Block, Layer, Order, SECTION, SectionIndex, SpanIndex};
+use super::header::{CHUNKS, SPANS};
 pub use crate::blocks::Shape;
+use crate::index::{ChunkIndex, EntryId, IndexRange, index_type};
 
-/// Index of a word in the metadata.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct Word(pub u32);
+index_type! {
+    /// A word of the metadata.
+    Word
+}
+
+impl Word {
+    /// Offset in bytes.
+    pub const fn offset(self) -> usize {
+        8 * self.as_usize()
+    }
+}
 
 /// Maps blocks to functions of the memory node's NIC: the function that has the windows of a block.
 /// Each function has an equal run of the capability table:
@@ -45,14 +54,14 @@ impl Functions {
     }
 
     /// The function that has an entry.
-    pub fn of(self, entry: u32) -> u32 {
-        entry / self.share
+    pub fn of(self, entry: EntryId) -> u32 {
+        entry.raw() / self.share
     }
 
     /// Entries of a function.
-    pub fn entries(self, shape: Shape, function: u32) -> Range<u32> {
+    pub fn entries(self, shape: Shape, function: u32) -> Range<EntryId> {
         let at = |function: u32| self.share.saturating_mul(function).min(shape.entries());
-        at(function)..at(function + 1)
+        EntryId::new(at(function))..EntryId::new(at(function + 1))
     }
 }
 
@@ -67,43 +76,73 @@ impl Shape {
         self.sections() * SPANS
     }
 
-    /// A section's header.
-    pub fn section(self, section: u32) -> Word {
-        Word(section)
+    /// All spans that have a header.
+    pub fn each_span(self) -> impl DoubleEndedIterator<Item = SpanIndex> {
+        (SpanIndex::new(0)..SpanIndex::new(self.spans())).iter()
     }
 
-    /// A span's header; spans are numbered through all sections.
-    pub fn span(self, span: u32) -> Word {
-        Word(self.sections() + span)
+    /// All sections.
+    pub fn each_section(self) -> impl DoubleEndedIterator<Item = SectionIndex> {
+        (SectionIndex::new(0)..self.sections_end()).iter()
+    }
+
+    /// The section after the last one.
+    pub fn sections_end(self) -> SectionIndex {
+        SectionIndex::new(self.sections())
+    }
+
+    /// The chunks of a section that lie within the pool.
+    pub fn chunks_in(self, section: SectionIndex) -> Range<ChunkIndex> {
+        let chunks = section.chunks();
+        chunks.start..chunks.end.min(self.end())
+    }
+
+    /// Number of chunks of a span that lie within the pool.
+    pub fn chunks_of(self, span: SpanIndex) -> u32 {
+        self.chunks.saturating_sub(span.first_chunk().raw()).min(CHUNKS)
+    }
+
+    /// A section's header.
+    pub fn section(self, section: SectionIndex) -> Word {
+        Word::new(section.raw())
+    }
+
+    /// A span's header.
+    pub fn span(self, span: SpanIndex) -> Word {
+        Word::new(self.sections() + span.raw())
     }
 
     /// A chunk's full log.
-    pub fn log(self, chunk: u32) -> Word {
-        Word(self.sections() + self.spans() + chunk)
+    pub fn log(self, chunk: ChunkIndex) -> Word {
+        Word::new(self.sections() + self.spans() + chunk.raw())
     }
 
     fn capabilities(self) -> u32 {
         self.sections() + self.spans() + self.chunks
     }
 
-    /// The headers that show whether any of these blocks of one order is taken; never more headers
-    /// than blocks. `None` for orders of several sections, which have few blocks.
-    pub fn headers(self, order: u32, blocks: Range<u32>) -> Option<Range<u32>> {
-        let over = |each: u32| {
-            let each = each - order;
-            blocks.start >> each..((blocks.end - 1) >> each) + 1
-        };
-        let words = |first: Word, which: Range<u32>| first.0 + which.start..first.0 + which.end;
-        match order {
-            ..SPAN_ORDER => Some(words(self.span(0), over(SPAN_ORDER))),
-            SPAN_ORDER..=SECTION_ORDER => Some(words(self.section(0), over(SECTION_ORDER))),
-            _ => None,
+    /// The headers that show whether any block of these entries is taken; never more headers than
+    /// blocks. The entries are of blocks of one order, whose first entry is `base`. `None` for
+    /// orders of several sections, which have few blocks.
+    pub fn headers(
+        self,
+        (order, base): (Order, EntryId),
+        entries: Range<EntryId>,
+    ) -> Option<Range<Word>> {
+        let chunk = |entry: EntryId| Block::nth(order, entry.raw() - base.raw()).chunk;
+        let (first, last) = (chunk(entries.start), chunk(EntryId::new(entries.end.raw() - 1)));
+        match order.layer() {
+            Layer::Span => Some(self.span(first.span())..self.span(last.span()).plus(1)),
+            Layer::Section if order.has_parts() => None,
+            Layer::Section => {
+                Some(self.section(first.section())..self.section(last.section()).plus(1))
+            }
         }
     }
 
     /// The capability of an entry.
-    pub fn capability(self, entry: u32) -> Word {
-        Word(self.capabilities() + entry)
+    pub fn capability(self, entry: EntryId) -> Word {
+        Word::new(self.capabilities() + entry.raw())
     }
 
     /// Total number of words.
@@ -115,8 +154,8 @@ impl Shape {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::finemem::block::{BLOCK_BYTES_MAX, Block, Layer};
-    use crate::finemem::header::{CHUNKS, Record};
+    use crate::blocks::BLOCK_BYTES_MAX;
+    use crate::finemem::header::Record;
     use crate::finemem::log::FullLog;
     use proptest::prelude::*;
 
@@ -124,13 +163,13 @@ mod tests {
         #[test]
         fn entry_names_exactly_one_block(chunks in 1u32..3000, pick in any::<u32>()) {
             let shape = Shape { chunks, chunk_bytes: 4096 };
-            let entry = pick % shape.entries();
+            let entry = EntryId::new(pick % shape.entries());
             let block = shape.block(entry).unwrap();
             prop_assert_eq!(shape.entry(block), entry);
-            prop_assert_eq!(block.chunk % (1 << block.order), 0);
-            prop_assert!(block.chunks().end <= chunks);
-            prop_assert_eq!(shape.block(shape.entries()), None);
-            prop_assert!(shape.capability(entry).0 < shape.words());
+            prop_assert_eq!(block.chunk.raw() % block.order.chunks(), 0);
+            prop_assert!(block.end() <= shape.end());
+            prop_assert_eq!(shape.block(shape.entries_end()), None);
+            prop_assert!(shape.capability(entry).raw() < shape.words());
         }
     }
 
@@ -141,11 +180,11 @@ mod tests {
         ) {
             let shape = Shape { chunks, chunk_bytes: 4096 };
             let functions = Functions::new(shape, count);
-            let entry = pick % shape.entries();
+            let entry = EntryId::new(pick % shape.entries());
             let function = functions.of(entry);
             prop_assert!(function < count && functions.entries(shape, function).contains(&entry));
-            let all: Vec<u32> = (0..count).flat_map(|f| functions.entries(shape, f)).collect();
-            prop_assert_eq!(all, Vec::from_iter(0..shape.entries()));
+            let all: Vec<_> = (0..count).flat_map(|f| functions.entries(shape, f).iter()).collect();
+            prop_assert_eq!(all, Vec::from_iter(shape.each_entry()));
             let share_max = shape.entries().div_ceil(count) as usize;
             prop_assert!((0..count).all(|f| functions.entries(shape, f).len() <= share_max));
         }
@@ -159,27 +198,23 @@ mod tests {
             let shape = Shape { chunks, chunk_bytes: 1 << bytes };
             let end = shape.entries();
             let (a, b) = (pick.0 % (end + 1), pick.1 % (end + 1));
-            let range = a.min(b)..a.max(b);
+            let range = EntryId::new(a.min(b))..EntryId::new(a.max(b));
             let mut all = Vec::new();
             for (order, base, entries) in shape.by_order(range.clone()) {
-                for first in entries.clone().step_by(len as usize) {
-                    let end = entries.end.min(first + len);
-                    let headers = shape.headers(order, first - base..end - base);
-                    prop_assert!(headers.as_ref().is_none_or(|h| h.len() as u32 <= end - first));
-                    for entry in first..end {
+                for some in entries.batches(len as usize) {
+                    let headers = shape.headers((order, base), some.clone());
+                    prop_assert!(headers.as_ref().is_none_or(|h| h.len() <= some.len()));
+                    for entry in some.iter() {
                         let block = shape.block(entry).unwrap();
                         prop_assert_eq!(block.order, order);
-                        let its = match block.layer() {
-                            Layer::Span => shape.span(block.chunk / CHUNKS),
-                            Layer::Section => shape.section(block.chunk / SECTION),
-                        };
-                        prop_assert!(headers.clone().is_none_or(|all| all.contains(&its.0)));
+                        let its = block.place().word(shape);
+                        prop_assert!(headers.clone().is_none_or(|all| all.contains(&its)));
                         prop_assert_eq!(headers.is_none(), block.parts().is_some());
                         all.push(entry);
                     }
                 }
             }
-            prop_assert_eq!(all, Vec::from_iter(range));
+            prop_assert_eq!(all, Vec::from_iter(range.iter()));
         }
     }
 
@@ -187,17 +222,18 @@ mod tests {
     fn a_whole_section_has_twice_as_many_windows_as_chunks() {
         let shape = Shape { chunks: SECTION, chunk_bytes: 4096 };
         assert_eq!((shape.sections(), shape.spans(), shape.entries()), (1, 16, 2 * SECTION - 1));
-        assert_eq!(shape.order_max(), 9);
-        assert_eq!(shape.order_for(4097), Some(1));
-        assert_eq!(shape.order_for(2 << 20), Some(9));
+        assert_eq!(shape.order_max(), Order::new(9));
+        assert_eq!(shape.order_for(4097), Some(Order::new(1)));
+        assert_eq!(shape.order_for(2 << 20), Some(Order::new(9)));
         assert_eq!(shape.order_for((2 << 20) + 1), None);
     }
 
     #[test]
     fn blocks_of_several_sections_are_aligned_and_within_the_pool() {
         let shape = Shape { chunks: 7 * SECTION + 5, chunk_bytes: 4096 };
-        assert_eq!((shape.order_max(), shape.blocks(11), shape.blocks(10)), (11, 1, 3));
-        assert_eq!(shape.order_for((4 << 20) + 1), Some(11));
+        let [ten, eleven] = [10, 11].map(Order::new);
+        assert_eq!((shape.blocks(eleven), shape.blocks(ten)), (1, 3));
+        assert_eq!((shape.order_max(), shape.order_for((4 << 20) + 1)), (eleven, Some(eleven)));
         let log = FullLog {
             size: Record::PART,
             sections: 2,
@@ -205,8 +241,9 @@ mod tests {
             layer: Layer::Section,
             ..FullLog::default()
         };
-        let block = log.block(3 * SECTION);
-        assert_eq!((block, block.parts()), (Block { chunk: 0, order: 11 }, Some(0..4)));
+        let block = log.block(SectionIndex::new(3).first_chunk());
+        let parts = SectionIndex::new(0)..SectionIndex::new(4);
+        assert_eq!((block, block.parts()), (Block::nth(eleven, 0), Some(parts)));
         let large = Shape { chunks: 1 << 23, chunk_bytes: 4096 };
         assert_eq!(large.block_bytes(large.order_max()), BLOCK_BYTES_MAX);
     }
@@ -216,7 +253,7 @@ mod tests {
         let chunks = crate::finemem::FINEMEM.chunks_max as u32;
         let shape = Shape { chunks, chunk_bytes: 4096 };
         assert!(shape.words() as u64 * 8 <= BLOCK_BYTES_MAX, "one window covers the metadata");
-        let last = shape.entries() - 1;
+        let last = EntryId::new(shape.entries() - 1);
         let block = shape.block(last).unwrap();
         assert_eq!((shape.entry(block), block.order), (last, shape.order_max()));
         // Each function has at most as many windows as a key can name; two windows per block.
@@ -228,6 +265,6 @@ mod tests {
     #[test]
     fn no_window_exceeds_the_maximum_length() {
         let shape = Shape { chunks: SECTION, chunk_bytes: 1 << 28 };
-        assert_eq!(shape.order_max(), 3);
+        assert_eq!(shape.order_max(), Order::new(3));
     }
 }

@@ -20,8 +20,9 @@
 
 use verbs::Key;
 
-use super::block::{Block, Layer, SECTION_ORDER, SPAN_ORDER};
+use super::block::{Block, Layer, Order, SECTION_ORDER, SPAN_ORDER};
 use super::header::{PARTS_ORDER_MAX, Record, Timestamp, User};
+use crate::index::ChunkIndex;
 
 /// The full log of a chunk: the last change of the block that begins there.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -74,25 +75,22 @@ impl FullLog {
     pub fn taken(user: User, block: Block) -> Self {
         let (layer, timestamp) = (block.layer(), Timestamp::default());
         let (size, sections) = match layer {
-            Layer::Span => (block.order, 0),
-            Layer::Section if block.order > SECTION_ORDER => {
-                (Record::PART, block.order - SECTION_ORDER)
-            }
-            Layer::Section => (block.order - SPAN_ORDER, 0),
+            Layer::Span => (block.order.raw(), 0),
+            Layer::Section if block.order.has_parts() => (Record::PART, block.order.in_sections()),
+            Layer::Section => (block.order.in_spans(), 0),
         };
         Self { user, timestamp, size, sections, taken: true, layer }
     }
 
     /// The block that this log of `chunk` describes: it begins at `chunk`, or in an earlier
     /// section.
-    pub fn block(self, chunk: u32) -> Block {
+    pub fn block(self, chunk: ChunkIndex) -> Block {
         match self.layer {
-            Layer::Span => Block { chunk, order: self.size },
+            Layer::Span => Block { chunk, order: Order::new(self.size) },
             Layer::Section if self.size == Record::PART => {
-                let order = SECTION_ORDER + self.sections.min(PARTS_ORDER_MAX);
-                Block { chunk: chunk >> order << order, order }
+                Block::around(chunk, SECTION_ORDER.plus(self.sections.min(PARTS_ORDER_MAX)))
             }
-            Layer::Section => Block { chunk, order: self.size + SPAN_ORDER },
+            Layer::Section => Block { chunk, order: SPAN_ORDER.plus(self.size) },
         }
     }
 

@@ -2,12 +2,13 @@
 //! allocates.
 
 use super::array::{Array, Taker};
-use super::block::{Block, SECTION_ORDER, SPAN_ORDER};
-use super::header::{CHUNKS, Header, SPANS, Spread, User, chunk_mask, span_mask};
+use super::block::{Block, Layer, Order, SectionIndex, SpanIndex, SpanOffset};
+use super::header::{Header, Spread, User, chunk_blocks, chunk_mask, span_blocks, span_mask};
 use super::layout::{Shape, Word};
 use super::log::{Capability, FullLog};
 use super::tree::{Tree, Verbs};
 use crate::Scheme;
+use crate::index::{ChunkIndex, IndexRange};
 
 /// The tree, or the array that replaces it.
 pub(super) enum Map {
@@ -36,11 +37,11 @@ impl Map {
         }
     }
 
-    /// Takes a block of 2^`order` chunks, and reads its capability; `None` if no block is free.
+    /// Takes a block of this order, and reads its capability; `None` if no block is free.
     pub async fn allocate<V: Verbs>(
         &self,
         verbs: &V,
-        order: u32,
+        order: Order,
     ) -> Result<Option<(Block, Capability)>, V::Error> {
         match self {
             Self::Tree(tree) => {
@@ -69,7 +70,7 @@ impl Map {
         &self,
         verbs: &V,
         user: User,
-        section: u32,
+        section: SectionIndex,
     ) -> Result<Vec<Block>, V::Error> {
         match self {
             Self::Tree(tree) => tree.taken_by(verbs, user, section).await,
@@ -78,60 +79,65 @@ impl Map {
     }
 
     /// Completes operations in a section that crashes have left unfinished.
-    pub async fn repair_section<V: Verbs>(&self, verbs: &V, section: u32) -> Result<(), V::Error> {
+    pub async fn repair_section<V: Verbs>(
+        &self,
+        verbs: &V,
+        section: SectionIndex,
+    ) -> Result<(), V::Error> {
         match self {
             Self::Tree(tree) => tree.repair_section(verbs, section).await.map(drop),
             Self::Array(_) => Ok(()),
         }
     }
 
-    /// Counts free aligned blocks of 2^`order` chunks, including those inside larger free blocks.
-    /// `load` reads the words. Returns 0 for an invalid order.
-    pub fn free_blocks(&self, order: u64, load: impl Fn(Word) -> u64) -> u32 {
+    /// Counts free aligned blocks of this order, including those inside larger free blocks. `load`
+    /// reads the words. Returns 0 if no block has this order.
+    pub fn free_blocks(&self, order: Order, load: impl Fn(Word) -> u64) -> u32 {
         let shape = self.shape();
-        let order = u32::try_from(order).ok().filter(|order| *order <= shape.order_max());
-        let Some(order) = order else { return 0 };
-        let count = |all: u32, is_free: &dyn Fn(u32) -> bool| {
-            (0..all).filter(|block| is_free(*block)).count() as u32
+        if order > shape.order_max() {
+            return 0;
+        }
+        let count = |is_free: &dyn Fn(&Block) -> bool| {
+            shape.each_block(order).filter(is_free).count() as u32
         };
         if let Self::Array(_) = self {
-            return count(shape.blocks(order), &|block| {
-                (block << order..(block + 1) << order).all(|chunk| load(shape.log(chunk)) == 0)
-            });
+            let is_free = |chunk| load(shape.log(chunk)) == 0;
+            return count(&|block| block.chunks().iter().all(is_free));
         }
         let section = |index| Header(load(shape.section(index)));
-        if order > SECTION_ORDER {
-            return count(shape.blocks(order), &|block| {
-                let each = 1 << (order - SECTION_ORDER);
-                (block * each..(block + 1) * each).all(|index| section(index).bitmap() == 0)
-            });
+        if order.has_parts() {
+            let is_empty = |index| section(index).bitmap() == 0;
+            return count(&|block| block.parts().is_some_and(|parts| parts.iter().all(is_empty)));
         }
-        let in_span = |index: u32, section: Header| {
+        let in_span = |index: SpanIndex, section: Header| {
             let span = Header(load(shape.span(index)));
-            match section.spread(index % SPANS) {
-                _ if span.in_use() => count(CHUNKS >> order, &|block| {
-                    span.bitmap() & chunk_mask(block << order, order) == 0
-                }),
+            let blocks = chunk_blocks(order);
+            match section.spread(index.in_section()) {
+                _ if span.in_use() => {
+                    blocks.filter(|at| span.bitmap() & chunk_mask(*at, order) == 0).count()
+                }
                 Spread::Full => 0,
-                _ => CHUNKS >> order,
+                _ => blocks.len(),
             }
         };
-        let in_section = |index| {
-            let section = section(index);
-            match order.checked_sub(SPAN_ORDER) {
-                Some(size) => count(SPANS >> size, &|block| {
-                    section.bitmap() & span_mask(block << size, size) == 0
-                }),
-                None => (0..SPANS).map(|at| in_span(index * SPANS + at, section)).sum(),
+        let in_section = |index: SectionIndex| {
+            let header = section(index);
+            match order.layer() {
+                Layer::Section => {
+                    let size = order.in_spans();
+                    let is_free = |at: &SpanOffset| header.bitmap() & span_mask(*at, size) == 0;
+                    span_blocks(size).filter(is_free).count()
+                }
+                Layer::Span => index.spans().iter().map(|span| in_span(span, header)).sum(),
             }
         };
-        (0..shape.sections()).map(in_section).sum()
+        shape.each_section().map(in_section).sum::<usize>() as u32
     }
 
     /// Number of blocks that are owned or in quarantine.
     pub fn taken_blocks(&self, load: impl Fn(Word) -> u64) -> u64 {
         let shape = self.shape();
-        let begins = |chunk: &u32| {
+        let begins = |chunk: &ChunkIndex| {
             let word = load(shape.log(*chunk));
             match self {
                 Self::Tree(_) => {
@@ -144,6 +150,6 @@ impl Map {
                 }
             }
         };
-        (0..shape.chunks).filter(begins).count() as u64
+        shape.each_chunk().filter(begins).count() as u64
     }
 }

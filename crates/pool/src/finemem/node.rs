@@ -7,6 +7,7 @@ use std::time::Duration;
 use verbs::{Access, CqAttr, DmaMemory, MemoryRegion, Nic, QueuePair};
 
 use super::allocation_view::{AllocationView, ClientsByUser};
+use super::block::{CHUNK_ORDER, SectionIndex};
 use super::function::{self, Function};
 use super::header::User;
 use super::keys::Keys;
@@ -74,7 +75,7 @@ impl<N: Nic> Node<N> {
         let metadata = nic.reg_mr(&metadata_pd, words.memory(), Access::LOCAL_ALL)?;
         let functions = Function::open_all(nic, functions, (&memory, words.memory()))?;
         let keys = Keys::new(functions, shape, settings.scheme)?;
-        for entry in 0..shape.entries() {
+        for entry in shape.each_entry() {
             words.store(shape.capability(entry), keys.capability(entry).to_word());
         }
         let entries = settings.clients_max * 8 + CqEvents::<N>::MARGIN;
@@ -133,26 +134,23 @@ impl<N: Nic> Node<N> {
 
     /// Number of free chunks, according to the headers.
     pub(super) fn free_chunks(&self) -> u64 {
-        let free = self.map.free_blocks(0, |at| self.words.load(at));
+        let free = self.map.free_blocks(CHUNK_ORDER, |at| self.words.load(at));
         // A client can corrupt headers, so the count is limited to the chunks of the pool.
         free.min(self.shape.chunks).into()
     }
 
     /// Number of blocks that were freed at once and have no backup key yet.
     fn lacking_blocks(&self) -> u64 {
-        let word = |entry| self.words.load(self.shape.capability(entry));
-        let lacks = |entry: &u32| Capability::parse(word(*entry)).lacks_backup();
-        (0..self.shape.entries()).filter(lacks).count() as u64
+        let entries = self.shape.each_entry();
+        entries.filter(|entry| self.capability(*entry).lacks_backup()).count() as u64
     }
 
     /// Number of blocks in quarantine, and number of all taken blocks, including those in
     /// quarantine.
     fn taken_blocks(&self) -> (u64, u64) {
-        let word = |at| self.words.load(at);
-        let quarantined = (0..self.shape.entries())
-            .filter(|e| Capability::parse(word(self.shape.capability(*e))).is_quarantined())
-            .count();
-        (quarantined as u64, self.map.taken_blocks(word))
+        let entries = self.shape.each_entry();
+        let quarantined = entries.filter(|entry| self.capability(*entry).is_quarantined()).count();
+        (quarantined as u64, self.map.taken_blocks(|at| self.words.load(at)))
     }
 }
 
@@ -322,7 +320,7 @@ impl<N: Nic> Node<N> {
     fn start_recovery(&mut self) {
         self.scan.start_recovery();
         for peer in self.peers.values_mut().filter(|peer| peer.leaving.is_some()) {
-            peer.leaving = Some(Leaving::Sections(0));
+            peer.leaving = Some(Leaving::Sections(SectionIndex::new(0)));
         }
     }
 
@@ -340,7 +338,7 @@ impl<N: Nic> Node<N> {
         for (client, peer) in peers.iter_mut() {
             match peer.leaving {
                 None => continue,
-                Some(Leaving::Sections(section)) if section < shape.sections() => {
+                Some(Leaving::Sections(section)) if section < shape.sections_end() => {
                     for block in now(map.taken_by(words, peer.user, section))? {
                         let at = shape.capability(shape.entry(block));
                         let word = words.load(at);
@@ -353,7 +351,7 @@ impl<N: Nic> Node<N> {
                         }
                     }
                     now(map.repair_section(words, section))?;
-                    peer.leaving = Some(Leaving::Sections(section + 1));
+                    peer.leaving = Some(Leaving::Sections(section.plus(1)));
                     any = true;
                 }
                 Some(Leaving::Sections(_)) => {

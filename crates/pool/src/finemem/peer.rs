@@ -1,15 +1,19 @@
 //! The memory node's state for one client.
 
+use std::ops::Range;
+
 use verbs::wqe::Umr;
 use verbs::{
     Access, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, MemoryWindow, Nic, Op, QpAttr,
     QpChange, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Status, WorkRequest,
 };
 
+use super::block::{Order, SectionIndex};
 use super::function::Function;
 use super::header::User;
 use crate::Error;
 use crate::client_table::{AccessQps, ClientEntry, PeerQp};
+use crate::index::{IndexRange, Slot};
 use crate::remote::Start;
 use crate::scheme::ConnectRequest;
 use crate::wakeup::poll_until;
@@ -17,6 +21,10 @@ use crate::wakeup::poll_until;
 /// Receives for scan requests: a client has one request at a time, and there may be more from
 /// before a reset.
 const SCAN_REQUESTS: u32 = 4;
+/// The slots of scan requests.
+const SLOTS: Range<Slot> = Slot::new(0)..Slot::new(SCAN_REQUESTS);
+/// Bytes of a scan request.
+const REQUEST_BYTES: usize = 8;
 /// Building blocks of the management QP: the bind of its window, and answers to scan requests.
 const BLOCKS: u32 = 16;
 
@@ -27,7 +35,7 @@ pub(super) struct Peer<N: Nic> {
     pub management: PeerQp<N>,
     /// Receives the completions of the management QP's sends and binds.
     sent: N::Cq,
-    /// Buffer of scan requests: 8 bytes each.
+    /// Buffer of scan requests.
     inbox: N::Mr,
     /// The window that gives the management QP access to the metadata, and its key.
     _window: N::Mw,
@@ -45,15 +53,15 @@ pub(super) struct Peer<N: Nic> {
 pub(super) struct ScanRequest {
     /// The request is answered by a scan that begins after this number of scans.
     pub begun: u64,
-    /// Order of the wanted block: 2^order chunks. Not validated.
-    pub order: u64,
+    /// Order of the wanted block; `None` if no block has the requested order.
+    pub order: Option<Order>,
 }
 
 /// Progress of reclaiming a departed client's blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Leaving {
     /// Sections below this one have been searched.
-    Sections(u32),
+    Sections(SectionIndex),
     /// All its blocks are in quarantine; a scan after this number of scans releases them.
     Scanned(u64),
 }
@@ -93,7 +101,7 @@ impl<N: Nic> Peer<N> {
                 access: Access::REMOTE_READ | Access::REMOTE_ATOMIC,
             },
         )?;
-        let inbox = nic.alloc_dma(8 * SCAN_REQUESTS as usize)?;
+        let inbox = nic.alloc_dma(SCAN_REQUESTS as usize * REQUEST_BYTES)?;
         let inbox = nic.reg_mr(common.metadata_pd, &inbox, Access::LOCAL_ALL)?;
         let access = AccessQps::new(request, |index| {
             let function = &common.functions[index / common.lanes];
@@ -116,26 +124,26 @@ impl<N: Nic> Peer<N> {
             scan_request,
             leaving,
         };
-        (0..SCAN_REQUESTS).try_for_each(|slot| peer.post_receive(slot))?;
+        SLOTS.iter().try_for_each(|slot| peer.post_receive(slot))?;
         Ok(peer)
     }
 
     /// The order of the block that the scan request in a slot wants.
-    pub fn wanted_order(&self, slot: u32) -> u64 {
-        self.inbox.memory().load_be64(slot as usize * 8)
+    pub fn wanted_order(&self, slot: Slot) -> u64 {
+        self.inbox.memory().load_be64(slot.offset(REQUEST_BYTES))
     }
 
     /// Posts the receive of a slot for the next scan request.
-    pub fn post_receive(&self, slot: u32) -> Result<(), Error> {
-        let to = self.inbox.sge(slot as usize * 8, 8);
-        Ok(self.management.qp.post_recv(&ReceiveRequest { id: slot as u64, to: &[to] })?)
+    pub fn post_receive(&self, slot: Slot) -> Result<(), Error> {
+        let to = self.inbox.sge(slot.offset(REQUEST_BYTES), REQUEST_BYTES as u32);
+        Ok(self.management.qp.post_recv(&ReceiveRequest { id: slot.raw().into(), to: &[to] })?)
     }
 
     /// Reconnects the management QP. Its window stays bound.
     pub fn reconnect(&mut self) -> Result<(), Error> {
         self.scan_request = None;
         self.management.connect()?;
-        (0..SCAN_REQUESTS).try_for_each(|slot| self.post_receive(slot))
+        SLOTS.iter().try_for_each(|slot| self.post_receive(slot))
     }
 
     /// Answers a scan request: the number of quarantines that the scan has ended, and the number of
@@ -153,7 +161,7 @@ impl<N: Nic> Peer<N> {
         self.management.qp.modify(QpChange::Error)?;
         self.access.shut_down()?;
         self.scan_request = None;
-        self.leaving = Some(Leaving::Sections(0));
+        self.leaving = Some(Leaving::Sections(SectionIndex::new(0)));
         Ok(())
     }
 }

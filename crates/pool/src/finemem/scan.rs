@@ -20,8 +20,9 @@ use std::time::Duration;
 
 use verbs::{Completion, CompletionKind, CompletionQueue, Key, Nic, QueuePair, Status, Zeros};
 
-use super::block::{Block, Layer, SECTION};
-use super::header::{CHUNKS, Header, User};
+use super::block::{Block, Order, Place, SectionIndex};
+use super::header::{Header, User};
+use super::keys::WindowIndex;
 use super::layout::Word;
 use super::log::{Capability, FullLog};
 use super::map::Map;
@@ -30,6 +31,7 @@ use super::peer::ScanRequest;
 use super::release::Release;
 use super::words::now;
 use crate::Error;
+use crate::index::{EntryId, IndexRange, Slot};
 
 /// Interval between two scans while they find blocks.
 const INTERVAL_MIN: Duration = Duration::from_millis(2);
@@ -75,7 +77,7 @@ pub(super) struct Scan {
     /// CPU time spent so far.
     pub times: ReleaseTimes,
     /// The next entry to check; `None` if no scan is in progress.
-    at: Option<u32>,
+    at: Option<EntryId>,
     /// Number of blocks that the current scan has found.
     found: u64,
     /// Time that the current scan has spent on checking entries.
@@ -114,19 +116,19 @@ pub(super) enum RecoveryPhase {
     /// Wait for a scan that begins after this number of scans.
     Scan(u64),
     /// Sections below this one are repaired.
-    Sections(u32),
+    Sections(SectionIndex),
 }
 
 /// Blocks being released: several that one turn completes, or one that takes several turns.
 struct Releasing {
-    entries: Vec<u32>,
+    entries: Vec<EntryId>,
     /// The block that is cleared next, and the byte from which to clear.
     at: (usize, u64),
 }
 
 impl Scan {
     /// True if the block of an entry has a new key that is not in the table yet.
-    pub fn is_releasing(&self, entry: u32) -> bool {
+    pub fn is_releasing(&self, entry: EntryId) -> bool {
         self.releasing.as_ref().is_some_and(|r| r.entries.contains(&entry))
     }
 
@@ -183,9 +185,10 @@ impl<N: Nic> Node<N> {
                 let mut peers = self.peers.values_mut();
                 let peer = peers.find(|p| p.management.qp.qpn() == c.qpn && p.leaving.is_none());
                 let Some(peer) = peer.filter(|_| c.status == Status::Success) else { continue };
-                let order = peer.wanted_order(c.id as u32);
+                let slot = Slot::new(c.id as u32);
+                let order = self.shape.order(peer.wanted_order(slot));
                 // A request whose wait was aborted in the meantime has already been answered.
-                if peer.post_receive(c.id as u32).is_ok() {
+                if peer.post_receive(slot).is_ok() {
                     peer.scan_request = Some(ScanRequest { begun: self.scan.begun, order });
                     self.scan.schedule_now();
                     any = true;
@@ -200,7 +203,7 @@ impl<N: Nic> Node<N> {
     /// Repairs one section after an aborted pass. Returns true if it did any work.
     pub(super) fn repair_after_abort(&mut self) -> Result<bool, Error> {
         let index = match self.scan.recovery {
-            Some(RecoveryPhase::Scan(after)) if self.scan.is_over(after) => 0,
+            Some(RecoveryPhase::Scan(after)) if self.scan.is_over(after) => SectionIndex::new(0),
             Some(RecoveryPhase::Sections(index)) => index,
             _ => return Ok(false),
         };
@@ -211,8 +214,9 @@ impl<N: Nic> Node<N> {
         if let Map::Tree(tree) = &self.map {
             now(tree.free_ownerless(&self.words, index))?;
         }
-        self.scan.recovery = Some(RecoveryPhase::Sections(index + 1));
-        if index + 1 == self.shape.sections() {
+        let next = index.plus(1);
+        self.scan.recovery = Some(RecoveryPhase::Sections(next));
+        if next == self.shape.sections_end() {
             self.scan.recovery = None;
             // Notifies clients that wait for memory.
             self.scan.schedule_now();
@@ -234,11 +238,11 @@ impl<N: Nic> Node<N> {
                 return Ok(false);
             }
             (scan.at, scan.found, scan.looked, scan.scheduled_now) =
-                (Some(0), 0, Duration::ZERO, false);
+                (Some(EntryId::new(0)), 0, Duration::ZERO, false);
             scan.begun += 1;
         }
-        let from = scan.at.unwrap_or(0);
-        let end = self.shape.entries().min(from + ENTRIES_PER_TURN);
+        let from = scan.at.unwrap_or_default();
+        let end = self.shape.entries_end().min(from.plus(ENTRIES_PER_TURN));
         let (candidates, next) = match self.release {
             Release::AtOnce => {
                 self.scan_entries(from..end, |c| c.is_quarantined() | c.lacks_backup(), |_| true)
@@ -249,10 +253,11 @@ impl<N: Nic> Node<N> {
                 })
             }
         };
-        let quarantined = |entry: &u32| self.capability(*entry).is_quarantined();
-        let (found, lacking): (Vec<u32>, Vec<u32>) = candidates.into_iter().partition(quarantined);
+        let quarantined = |entry: &EntryId| self.capability(*entry).is_quarantined();
+        let (found, lacking): (Vec<EntryId>, Vec<EntryId>) =
+            candidates.into_iter().partition(quarantined);
         let looked = self.nic.now();
-        self.scan.times.entries += (next - from) as u64;
+        self.scan.times.entries += (from..next).len() as u64;
         self.scan.times.looking += looked.saturating_sub(time);
         self.scan.looked += looked.saturating_sub(time);
         self.scan.found += (found.len() + lacking.len()) as u64;
@@ -272,36 +277,37 @@ impl<N: Nic> Node<N> {
     /// cache lines at a time, and compares each line as a whole, without branches.
     fn scan_entries(
         &self,
-        range: Range<u32>,
+        range: Range<EntryId>,
         wanted: impl Fn(Capability) -> bool,
-        promising: impl Fn(Range<u32>) -> bool,
-    ) -> (Vec<u32>, u32) {
+        promising: impl Fn(Range<Word>) -> bool,
+    ) -> (Vec<EntryId>, EntryId) {
         let mut copy = [0; COPY_ENTRIES * 8];
         let mut found = Vec::new();
         for (order, base, entries) in self.shape.by_order(range.clone()) {
-            for first in entries.clone().step_by(COPY_ENTRIES) {
-                let end = entries.end.min(first + COPY_ENTRIES as u32);
-                let headers = self.shape.headers(order, first - base..end - base);
+            for some in entries.batches(COPY_ENTRIES) {
+                let headers = self.shape.headers((order, base), some.clone());
                 if headers.is_some_and(|headers| !promising(headers)) {
                     continue;
                 }
-                let copy = &mut copy[..8 * (end - first) as usize];
-                self.words.copy(self.shape.capability(first), copy);
-                self.words.prefetch(self.shape.capability(first + PREFETCH_ENTRIES), COPY_ENTRIES);
+                let copy = &mut copy[..8 * some.len()];
+                let first = self.shape.capability(some.start);
+                self.words.copy(first, copy);
+                self.words.prefetch(first.plus(PREFETCH_ENTRIES), COPY_ENTRIES);
                 let (words, _) = copy.as_chunks::<8>();
                 let is_wanted =
                     |word: &[u8; 8]| wanted(Capability::parse(u64::from_be_bytes(*word)));
-                for (line, at) in words.chunks(LINE_ENTRIES).zip((first..).step_by(LINE_ENTRIES)) {
+                for (line, at) in words.chunks(LINE_ENTRIES).zip(some.batches(LINE_ENTRIES)) {
                     if !line.iter().fold(false, |any, word| any | is_wanted(word)) {
                         continue;
                     }
-                    for (_, entry) in line.iter().zip(at..).filter(|(word, _)| is_wanted(word)) {
+                    for (_, entry) in line.iter().zip(at.iter()).filter(|(word, _)| is_wanted(word))
+                    {
                         // The copy may mix two states of a word, so the word is loaded again.
                         if wanted(self.capability(entry)) {
                             found.push(entry);
                         }
                         if found.len() == FOUND_MAX {
-                            return (found, entry + 1);
+                            return (found, entry.plus(1));
                         }
                     }
                 }
@@ -312,23 +318,24 @@ impl<N: Nic> Node<N> {
 
     /// True if any of these headers marks a block as taken. Blocks in quarantine are marked,
     /// because their bits are cleared last.
-    fn is_any_taken(&self, headers: Range<u32>) -> bool {
+    fn is_any_taken(&self, headers: Range<Word>) -> bool {
         let mut copy = [0; COPY_ENTRIES * 8];
         let copy = &mut copy[..8 * headers.len()];
-        self.words.copy(Word(headers.start), copy);
+        self.words.copy(headers.start, copy);
         let union =
             copy.as_chunks().0.iter().fold(0, |union, word| union | u64::from_be_bytes(*word));
         Header(union).bitmap() != 0 || matches!(self.map, Map::Array(_))
     }
 
-    fn capability(&self, entry: u32) -> Capability {
+    /// The capability of an entry, as in the table.
+    pub(super) fn capability(&self, entry: EntryId) -> Capability {
         Capability::parse(self.words.load(self.shape.capability(entry)))
     }
 
     /// Ends a scan that has reached the end of the table.
     fn end_scan_if_complete(&mut self, time: Duration) {
         let scan = &mut self.scan;
-        if scan.is_busy() || scan.at != Some(self.shape.entries()) {
+        if scan.is_busy() || scan.at != Some(self.shape.entries_end()) {
             return;
         }
         scan.at = None;
@@ -346,21 +353,21 @@ impl<N: Nic> Node<N> {
             return;
         }
         let (scan, map, words) = (&self.scan, &self.map, &self.words);
-        let mut free: BTreeMap<u64, u32> = BTreeMap::new();
+        let mut free: BTreeMap<Option<Order>, u32> = BTreeMap::new();
         for peer in self.peers.values_mut() {
             let Some(ScanRequest { order, .. }) =
                 peer.scan_request.filter(|scan_request| scan.is_over(scan_request.begun))
             else {
                 continue;
             };
-            let count = || map.free_blocks(order, |at| words.load(at));
+            let count = || order.map_or(0, |order| map.free_blocks(order, |at| words.load(at)));
             peer.answer(scan.found as u32, *free.entry(order).or_insert_with(count));
         }
     }
 
     /// Starts to release quarantined blocks (see the module documentation), and continues as far as
     /// one turn allows.
-    fn release(&mut self, entries: Vec<u32>) -> Result<(), Error> {
+    fn release(&mut self, entries: Vec<EntryId>) -> Result<(), Error> {
         if entries.is_empty() {
             return Ok(());
         }
@@ -370,7 +377,7 @@ impl<N: Nic> Node<N> {
                 now(tree.withdraw(&self.words, block))?;
             }
         }
-        let windows: Vec<u32> = entries.iter().flat_map(|e| self.keys.windows(*e)).collect();
+        let windows: Vec<_> = entries.iter().flat_map(|e| self.keys.windows(*e).iter()).collect();
         self.words.step()?;
         self.keys.renew(&windows)?;
         self.scan.times.rebinding += self.nic.now().saturating_sub(began);
@@ -413,19 +420,15 @@ impl<N: Nic> Node<N> {
     }
 
     /// Writes new keys to the table, and marks the blocks free in their headers.
-    fn mark_free(&mut self, entries: &[u32]) -> Result<(), Error> {
-        let mut by_header: BTreeMap<(bool, u32), Vec<Block>> = BTreeMap::new();
+    fn mark_free(&mut self, entries: &[EntryId]) -> Result<(), Error> {
+        let mut by_header: BTreeMap<Place, Vec<Block>> = BTreeMap::new();
         for &entry in entries {
             let block = self.shape.block(entry).expect("an entry of the table");
             let keys = self.keys.capability(entry);
             self.words.step()?;
             self.words.store(self.shape.capability(entry), keys.to_word());
             self.scan.released += 1;
-            let header = match block.layer() {
-                Layer::Span => (false, block.chunk / CHUNKS),
-                Layer::Section => (true, block.chunk / SECTION),
-            };
-            by_header.entry(header).or_default().push(block);
+            by_header.entry(block.place()).or_default().push(block);
         }
         by_header.values().try_for_each(|blocks| self.give_back(blocks))
     }
@@ -443,10 +446,11 @@ impl<N: Nic> Node<N> {
 
     /// Creates a new backup key for blocks that were freed at once. It replaces the key of the last
     /// owner, which is dead from then on.
-    fn regenerate(&mut self, entries: &[u32]) -> Result<(), Error> {
+    fn regenerate(&mut self, entries: &[EntryId]) -> Result<(), Error> {
         let main = |entry| self.capability(entry).main;
-        let with_window = |entry: &u32| Some((*entry, self.keys.other_than(*entry, main(*entry))?));
-        let (entries, windows): (Vec<u32>, Vec<u32>) =
+        let with_window =
+            |entry: &EntryId| Some((*entry, self.keys.other_than(*entry, main(*entry))?));
+        let (entries, windows): (Vec<EntryId>, Vec<WindowIndex>) =
             entries.iter().filter_map(with_window).unzip();
         let began = self.nic.now();
         if !windows.is_empty() {
@@ -487,7 +491,7 @@ mod tests {
             ..Settings::default()
         };
         let mut node = Node::new(&SoftNic::inline(), &settings).expect("a memory node");
-        let entries = node.shape.entries();
+        let entries = node.shape.entries_end();
         let (soon, ms) = (node.nic.now() + Duration::from_secs(900), Duration::from_millis);
         for (looked, found, pause) in [
             (ms(0), 1, INTERVAL_MIN),

@@ -1,16 +1,17 @@
 //! The initial metadata.
 
-use super::header::{CHUNKS, Header, SPANS, Spread};
+use super::block::SpanOffset;
+use super::header::{CHUNKS, Header, Spread};
 use super::layout::{Shape, Word};
 
 /// Sets the nonzero words of an empty tree: chunks beyond the end of the pool, and their spans, are
 /// marked as taken without an owner.
 pub(super) fn initial(shape: Shape, mut set: impl FnMut(Word, u64)) {
-    for section in 0..shape.sections() {
+    for section in shape.each_section() {
         let mut header = Header(0);
-        for at in 0..SPANS {
-            let span = section * SPANS + at;
-            let there = shape.chunks.saturating_sub(span * CHUNKS).min(CHUNKS);
+        for at in SpanOffset::all() {
+            let span = section.span(at);
+            let there = shape.chunks_of(span);
             if there == CHUNKS {
                 continue;
             }

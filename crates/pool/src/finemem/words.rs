@@ -71,17 +71,17 @@ impl Words {
 
     /// Loads a word.
     pub fn load(&self, at: Word) -> u64 {
-        self.memory.load_be64(at.0 as usize * 8)
+        self.memory.load_be64(at.offset())
     }
 
     /// Copies words without atomicity: a word that changes meanwhile may be mixed from two states.
     pub fn copy(&self, at: Word, out: &mut [u8]) {
-        self.memory.read(at.0 as usize * 8, out);
+        self.memory.read(at.offset(), out);
     }
 
     /// Starts to prefetch `count` words, within the bounds of the memory.
     pub fn prefetch(&self, at: Word, count: usize) {
-        let (from, end) = (at.0 as usize * 8, self.memory.len());
+        let (from, end) = (at.offset(), self.memory.len());
         (from..end.min(from + 8 * count))
             .step_by(64)
             .for_each(|at| self.memory.prefetch(at, PrefetchFor::Read));
@@ -89,12 +89,12 @@ impl Words {
 
     /// Stores a word that has no other writer.
     pub fn store(&self, at: Word, value: u64) {
-        self.memory.store_be64(at.0 as usize * 8, value);
+        self.memory.store_be64(at.offset(), value);
     }
 
     /// Replaces a word by `new` if it is `expected`; returns the previous value.
     pub fn swap(&self, at: Word, expected: u64, new: u64) -> u64 {
-        let word = self.memory.word64(at.0 as usize * 8);
+        let word = self.memory.word64(at.offset());
         let (expected, new) = (expected.to_be(), new.to_be());
         let found = word.compare_exchange(expected, new, Ordering::AcqRel, Ordering::Acquire);
         u64::from_be(found.unwrap_or_else(|found| found))
@@ -105,9 +105,7 @@ impl Verbs for Words {
     type Error = Aborted;
 
     async fn read(&self, at: Word, out: &mut [u64]) -> Result<(), Aborted> {
-        for (i, word) in out.iter_mut().enumerate() {
-            *word = self.load(Word(at.0 + i as u32));
-        }
+        (0..).zip(out).for_each(|(i, word)| *word = self.load(at.plus(i)));
         Ok(())
     }
 

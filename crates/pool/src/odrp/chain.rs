@@ -49,6 +49,7 @@ use crate::chain::layout::{self, AVAIL, Memory};
 use crate::chain::program::{PAIR, Program, STAGING_BYTES, Scatter, Wiring, Wrap, write_chain};
 use crate::chain::push_queue::{PushRecord, write_release_tail};
 use crate::chain::queues::COUNT;
+use crate::index::{EntryId, Slot};
 
 /// Building blocks of an answer.
 pub const ANSWER_BLOCKS: u32 = 4;
@@ -177,14 +178,15 @@ pub fn held_page<N: Nic>(
     staging: &DmaMemory,
     (at, ring_entries): (u16, u32),
     credits: u32,
-) -> Option<u32> {
+) -> Option<EntryId> {
     let block = at as u32 % ring_entries;
     let plan = Plan::new(0);
     let (position, within) = (block / plan.end, block % plan.end);
     if position >= credits || ![plan.settle, plan.settle_own].contains(&within) {
         return None;
     }
-    memory.entry_of(staging.load_be64((position * STAGING_BYTES + staged::QUEUE_VALUE) as usize))
+    let at = Slot::of_request(position, credits).staging();
+    memory.entry_of(staging.load_be64(at + staged::QUEUE_VALUE as usize))
 }
 
 /// Writes the chain for the requests from `wiring.first` on.
@@ -253,7 +255,7 @@ fn write_allocate<N: Nic>(
     memory: &Memory<N>,
     rows: &N::Mr,
     w: &Wiring,
-    (plan, slot): (&Plan, u32),
+    (plan, slot): (&Plan, Slot),
     program: &mut Program,
 ) {
     let shape = &memory.shape;
@@ -300,7 +302,7 @@ fn write_free<N: Nic>(
     memory: &Memory<N>,
     tables: &Tables<N>,
     w: &Wiring,
-    (plan, slot, wait): (&Plan, u32, u32),
+    (plan, slot, wait): (&Plan, Slot, u32),
     program: &mut Program,
 ) {
     let reads = &tables.reads;
@@ -343,7 +345,7 @@ fn settle(program: &mut Program, w: &Wiring, at: u32, (from, delta, answers): (R
 }
 
 /// Writes the answer of `slot`; `first_use` is the number of the first request that uses the slot.
-fn write_answer<N: Nic>(memory: &Memory<N>, w: &Wiring, slot: u32, first_use: u32) {
+fn write_answer<N: Nic>(memory: &Memory<N>, w: &Wiring, slot: Slot, first_use: u32) {
     w.write_front(slot, 0, |b| {
         let page = verbs::Sge { addr: 0, len: PAGE_BYTES as u32, lkey: memory.chunks.key() };
         b.rdma_write_imm(Remote::default(), &[page], crate::chain::REPLY_IMM);

@@ -19,6 +19,7 @@ use super::table::PAGES_MAX;
 use super::{PAGE_BYTES, PageOp, READ_BYTES, REPLY_BYTES, REQUEST_BYTES, status};
 use crate::Error;
 use crate::credits::Credit;
+use crate::index::EntryId;
 use crate::protocol::NodeHello;
 use crate::request_queue::{ManagementQp, RequestQueue, RequestQueueAttr};
 use crate::scheme::{Access, Answer, ClientScheme, Grant, GroupId, PageAccess};
@@ -92,7 +93,7 @@ impl Numbers {
     fn get(&mut self, number: u32) -> Result<&mut Page, Error> {
         let page = self.pages.get_mut(number as usize);
         page.filter(|page| !matches!(page.state, State::Unused | State::Leaving))
-            .ok_or(Error::NotYours { entry: number })
+            .ok_or(Error::NotYours { entry: EntryId::new(number) })
     }
 
     fn set(&mut self, number: u32, state: State) {
@@ -150,7 +151,7 @@ impl<N: Nic> Queue<N> {
 
     /// Page buffer of the request.
     fn place(&self, credit: &Credit<'_>) -> Remote {
-        self.pages.remote(credit.slot() as usize * PAGE_BYTES)
+        self.pages.remote(credit.slot().offset(PAGE_BYTES))
     }
 
     /// Reads a mapped page into the request's page buffer.
@@ -169,7 +170,7 @@ impl<N: Nic> Queue<N> {
         number: u32,
         credit: &Credit<'_>,
     ) -> Result<u64, Error> {
-        let reply = credit.slot() as usize * REPLY_STRIDE;
+        let reply = credit.slot().offset(REPLY_STRIDE);
         self.replies.memory().zero(reply, REPLY_BYTES);
         let mut request = [0; REQUEST_BYTES];
         request[..4].copy_from_slice(&((ask as u32) << 24 | number).to_be_bytes());
@@ -205,7 +206,7 @@ impl<N: Nic> PageAccess for Client<N> {
     fn read_page<'a>(&'a self, page: &'a Grant, into: &'a mut [u8]) -> Answer<'a, ()> {
         Box::pin(async move {
             check_whole("read", into.len())?;
-            let number = page.entry;
+            let number = page.entry.raw();
             let (state, _reading) = {
                 let mut numbers = self.numbers.lock();
                 let page = numbers.get(number)?;
@@ -227,7 +228,7 @@ impl<N: Nic> PageAccess for Client<N> {
             };
             match said? {
                 status::PENDING => {
-                    queue.pages.memory().read(credit.slot() as usize * PAGE_BYTES, into);
+                    queue.pages.memory().read(credit.slot().offset(PAGE_BYTES), into);
                     Ok(())
                 }
                 status::UNMAPPED => {
@@ -242,10 +243,10 @@ impl<N: Nic> PageAccess for Client<N> {
     fn write_page<'a>(&'a self, page: &'a Grant, from: &'a [u8]) -> Answer<'a, ()> {
         Box::pin(async move {
             check_whole("write", from.len())?;
-            let number = page.entry;
+            let number = page.entry.raw();
             self.numbers.lock().get(number)?;
             let credit = self.writes.queue.slot().await;
-            self.writes.pages.memory().write(credit.slot() as usize * PAGE_BYTES, from);
+            self.writes.pages.memory().write(credit.slot().offset(PAGE_BYTES), from);
             let said = self.writes.ask("writing a page", PageOp::Write, number, &credit).await;
             let mut numbers = self.numbers.lock();
             match said {
@@ -273,13 +274,13 @@ impl<N: Nic> ClientScheme for Client<N> {
             let number = self.numbers.lock().take();
             let number = number.ok_or(Error::OutOfMemory { bytes: PAGE_BYTES as u64 })?;
             let addr = number as u64 * PAGE_BYTES as u64;
-            Ok(Grant::new(addr, PAGE_BYTES as u64, number, group, &[]))
+            Ok(Grant::new(addr, PAGE_BYTES as u64, EntryId::new(number), group, &[]))
         })
     }
 
     fn free<'a>(&'a self, page: &'a Grant) -> Answer<'a, ()> {
         Box::pin(async move {
-            let number = page.entry;
+            let number = page.entry.raw();
             let was = {
                 let mut numbers = self.numbers.lock();
                 let page = numbers.get(number)?;

@@ -9,6 +9,7 @@ use crate::Error;
 use crate::chain::layout::Memory;
 use crate::chain::queues::{ChainQueues, accept_requests};
 use crate::client_table::{AccessQps, ClientEntry};
+use crate::index::EntryId;
 use crate::remote::Start;
 use crate::remote::route::with_start;
 
@@ -69,13 +70,13 @@ impl<N: DirectNic> Connection<N> {
     /// A free that waits for such a read must not continue after its page has been taken from it.
     /// Any completion in the CQ of the answers, even an error, would let it continue; therefore the
     /// workers are reset.
-    pub fn stop(&self, memory: &Memory<N>, credits: u32) -> Result<Option<u32>, Error> {
+    pub fn stop(&self, memory: &Memory<N>, credits: u32) -> Result<Option<EntryId>, Error> {
         let page = self.held_page(memory, credits)?;
         self.queues().iter().try_for_each(|d| d.worker.modify(QpChange::Reset))?;
         Ok(page)
     }
 
-    fn held_page(&self, memory: &Memory<N>, credits: u32) -> Result<Option<u32>, Error> {
+    fn held_page(&self, memory: &Memory<N>, credits: u32) -> Result<Option<EntryId>, Error> {
         let d = &self.writes;
         if d.stopped.is_some() {
             return Ok(None);

@@ -508,14 +508,14 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         for value in run {
             let page = self.memory.entry_of(value);
             let page = page.ok_or_else(|| broken(format!("the queue holds {value:#x}")))?;
-            if at[page as usize].replace(ClientId(0)).is_some() {
+            if at[page.as_usize()].replace(ClientId(0)).is_some() {
                 return Err(broken(format!("page {page} is in the free queue twice")));
             }
         }
         for (client, c) in self.clients.iter() {
             for n in 0..self.numbers() {
                 let Some(page) = table::page_of(&self.memory, c.rows.memory(), n) else { continue };
-                if let Some(other) = at[page as usize].replace(*client) {
+                if let Some(other) = at[page.as_usize()].replace(*client) {
                     return Err(broken(format!(
                         "page {page} is number {n} of client {}, and also belongs to {other:?}",
                         client.0

@@ -25,7 +25,8 @@ use verbs::{Access, DmaMemory, MemoryRegion};
 
 use super::{PageOp, status};
 use crate::Error;
-use crate::chain::layout::{ENTRY_BYTES, Memory, aligned, entry};
+use crate::chain::layout::{Memory, aligned, entry};
+use crate::index::{EntryId, IndexRange};
 
 /// Bytes from one row of a client's table to the next.
 pub const ROW_STRIDE: usize = 256;
@@ -67,7 +68,7 @@ pub fn new_table<N: DirectNic>(nic: &N, metadata: &N::Pd, pages: u64) -> Result<
 }
 
 /// The page that row `n` maps, if any.
-pub fn page_of<N: DirectNic>(memory: &Memory<N>, table: &DmaMemory, n: u64) -> Option<u32> {
+pub fn page_of<N: DirectNic>(memory: &Memory<N>, table: &DmaMemory, n: u64) -> Option<EntryId> {
     let mut row = [0; ROW_BYTES];
     table.read(n as usize * ROW_STRIDE, &mut row);
     let value = u64::from_be_bytes(row[17..].try_into().expect("8 bytes"));
@@ -76,9 +77,10 @@ pub fn page_of<N: DirectNic>(memory: &Memory<N>, table: &DmaMemory, n: u64) -> O
 
 /// Writes the images of all pages and of the null entry.
 pub fn write_images<N: DirectNic>(memory: &Memory<N>) {
-    for i in 0..=memory.shape.chunks {
+    let null = memory.shape.null_entry();
+    for i in (EntryId::new(0)..null.plus(1)).iter() {
         let mut out = [0; image::BYTES];
-        if i < memory.shape.chunks {
+        if i < null {
             let page = memory.chunk_addr(i).to_be_bytes();
             out[..8].copy_from_slice(&page);
             out[image::TRANSFER] = opcode::RDMA_READ;
@@ -92,7 +94,7 @@ pub fn write_images<N: DirectNic>(memory: &Memory<N>) {
             out[image::TRANSFER] = opcode::NOP;
             put_status(&mut out, image::STATUS, status::EMPTY);
         }
-        memory.table.memory().write(i as usize * ENTRY_BYTES + entry::T, &out);
+        memory.table.memory().write(i.table_offset() + entry::T, &out);
     }
 }
 

@@ -26,6 +26,7 @@ use verbs::{Access, Key, MemoryRegion, Nic, Qpn, Remote, Sge};
 use super::layout::{self, AVAIL, DUMP_BYTES, Memory, entry, reply};
 use super::program::{Program, Scatter, Wiring, write_chain};
 use crate::chain::in_flight::InFlight;
+use crate::index::Slot;
 
 /// Building-block indices of the WQEs of one instance.
 struct Plan {
@@ -204,7 +205,7 @@ pub fn unfinished(shape: &layout::Shape, ring: &Ring, at: u16, credits: u32) -> 
 }
 
 /// Scatter list from an entry's bytes after T to the WQEs after the READ.
-fn entry_scatter(shape: &layout::Shape, plan: &Plan, w: &Wiring, slot: u32, dump: Sge) -> Scatter {
+fn entry_scatter(shape: &layout::Shape, plan: &Plan, w: &Wiring, slot: Slot, dump: Sge) -> Scatter {
     let mut s = Scatter::default();
     for four in plan.binds.chunks(4) {
         for field in [offset::UMR_KEY_TAG, umr::TAG] {

@@ -6,6 +6,7 @@ use verbs::direct::DirectNic;
 
 use super::node::Node;
 use crate::Error;
+use crate::index::IndexRange;
 
 /// Checks that every chunk is either owned or in the free queue once, that the queue has no hole
 /// from the head on, that the permits equal its length, and that windows are bound exactly if their
@@ -22,7 +23,6 @@ pub fn check<N: DirectNic>(node: &Node<N>) -> Result<(), Error> {
         });
     }
     let memory = node.memory();
-    let chunks = memory.shape.chunks;
     let (run, filled) = memory.queued();
     if run.len() != filled {
         return Err(broken(format!(
@@ -46,7 +46,7 @@ pub fn check<N: DirectNic>(node: &Node<N>) -> Result<(), Error> {
             return Err(broken(format!("chunk {i} is in the free queue twice")));
         }
     }
-    for i in 0..chunks {
+    for i in memory.shape.entries().iter() {
         let owner = memory.owner(i);
         if (owner == 0) != free.contains(&i) {
             return Err(broken(format!(

@@ -15,6 +15,7 @@ use verbs::{Access, Key, MemoryRegion, Nic, Qpn};
 use super::layout::{reply, status};
 use super::options::Terms;
 use crate::Error;
+use crate::index::EntryId;
 use crate::protocol::NodeHello;
 use crate::request_queue::{ManagementQp, RequestQueue, RequestQueueAttr, SharedQp};
 use crate::scheme::{Answer, ClientScheme, ConnectReply, Grant, GroupId, MAX_GROUP};
@@ -127,7 +128,7 @@ impl<N: Nic> Client<N> {
             *key = Key(u32::from_be_bytes([index[0], index[1], index[2], tag]));
         }
         let addr = u64::from_be_bytes(bytes[..8].try_into().expect("8 bytes"));
-        let entry = be32(reply::ENTRY) >> 8;
+        let entry = EntryId::of_grant(be32(reply::ENTRY));
         Ok(Grant::new(addr, self.chunk_bytes, entry, group, &keys[..lanes.len()]))
     }
 }
@@ -141,8 +142,8 @@ impl<N: Nic> ReplyQueue<N> {
 
     /// Sends `arguments` and the reply's address. Returns the bytes of the reply.
     async fn ask(&self, what: &str, arguments: &[u8]) -> Result<[u8; reply::BYTES], Error> {
-        let slot = self.queue.slot().await;
-        let at = slot.slot() as usize * SLOT_BYTES;
+        let credit = self.queue.slot().await;
+        let at = credit.slot().offset(SLOT_BYTES);
         let memory = self.replies.memory();
         memory.zero(at, SLOT_BYTES);
         let mut request = [0u8; REQUEST_BYTES];
@@ -173,8 +174,7 @@ impl<N: Nic> ClientScheme for Client<N> {
     fn free<'a>(&'a self, grant: &'a Grant) -> Answer<'a, ()> {
         Box::pin(async move {
             loop {
-                let bytes =
-                    self.free.ask("freeing a chunk", &grant.entry.to_be_bytes()[1..]).await?;
+                let bytes = self.free.ask("freeing a chunk", &grant.entry.to_index()).await?;
                 match bytes[reply::FREE_STATUS + 3] {
                     status::FREED => {
                         self.held.fetch_sub(1, Ordering::Relaxed);

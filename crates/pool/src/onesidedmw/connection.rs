@@ -9,7 +9,7 @@
 
 use std::time::Duration;
 
-use rnic::bucket::TokenBucket;
+use units::TokenBucket;
 use verbs::direct::{DirectNic, DirectQp};
 use verbs::wqe::Builder;
 use verbs::{Access, MemoryRegion, PeerAddress, QpAttr, QpChange, Qpn, QueuePair, Receive, Remote};
@@ -22,6 +22,7 @@ use crate::budget::Meter;
 use crate::chain::availability::BULLETIN_BLOCKS;
 use crate::chain::queues::{ChainQueues, QueueParams, accept_requests};
 use crate::client_table::{AccessQps, ClientEntry};
+use crate::index::EntryId;
 use crate::remote::Start;
 use crate::remote::route::with_start;
 use crate::scheme::{ClientId, ConnectRequest};
@@ -39,7 +40,7 @@ pub(super) struct Connection<N: DirectNic> {
     /// Break the client's QPs once its management connection is closed, so that the client notices.
     pub notify: bool,
     /// Entries that are being reclaimed from the client while it stays connected.
-    pub reclaiming: Vec<u32>,
+    pub reclaiming: Vec<EntryId>,
     pub meter: Meter,
     /// Rate limit for repairs of the client's free chain after refused frees.
     pub repairs: TokenBucket,

@@ -26,8 +26,9 @@ use verbs::{DmaMemory, Key, MemoryRegion, Nic, Remote, Sge};
 
 use super::layout::{self, DUMP_BYTES, Memory, entry, reply, tag_offset};
 use crate::chain::in_flight::InFlight;
-use crate::chain::program::{Program, STAGING_BYTES, Scatter, Wiring, write_chain};
+use crate::chain::program::{Program, Scatter, Wiring, write_chain};
 use crate::chain::push_queue::{PushRecord, write_release_tail};
+use crate::index::Slot;
 
 /// Byte of an entry's address that the index's three bytes replace: address bits 8 to 31.
 const INDEX_AT: usize = offset::REMOTE_ADDR + 4;
@@ -99,8 +100,8 @@ pub fn stopped_at<N: Nic>(
     }
     let push = plan.owner + 1;
     if within <= push {
-        let slot = ((first + position) % credits * STAGING_BYTES) as usize;
-        stopped.held.entry = memory.entry_of(staging.load_be64(slot + entry::QUEUE_VALUE));
+        let at = Slot::of_request(first + position, credits).staging();
+        stopped.held.entry = memory.entry_of(staging.load_be64(at + entry::QUEUE_VALUE));
     }
     stopped.held.permits = (within == push + 1) as u32;
     stopped.held.receives = (within == push + 1 || within == push + 2) as u32;
@@ -157,7 +158,7 @@ fn write_instance<N: Nic>(
 }
 
 /// Scatter list from an entry's bytes to the WQEs after the READ.
-fn entry_scatter(plan: &Plan, w: &Wiring, slot: u32, dump: Sge) -> Scatter {
+fn entry_scatter(plan: &Plan, w: &Wiring, slot: Slot, dump: Sge) -> Scatter {
     let group = plan.unbinds.len();
     let mut s = Scatter::default();
     let both = w.staging(slot, 0, entry::CHUNK as u32);

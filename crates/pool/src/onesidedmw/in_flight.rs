@@ -15,9 +15,10 @@ use verbs::wqe::WQEBB;
 
 use super::alloc_chain;
 use super::layout::{Memory, reply, status};
-use super::program::{PAIR, STAGING_BYTES};
+use super::program::PAIR;
 use crate::Error;
 use crate::chain::queues::{COUNT, ChainQueues};
+use crate::index::{EntryId, Slot};
 
 /// Entries of `owner` whose grants were never delivered: allocations that were received and
 /// executed but not answered. The connection must be closed and at rest.
@@ -26,7 +27,7 @@ pub(super) fn undelivered<N: DirectNic>(
     memory: &Memory<N>,
     d: &ChainQueues<N>,
     (credits, owner): (u32, u64),
-) -> Result<Vec<u32>, Error> {
+) -> Result<Vec<EntryId>, Error> {
     let received = nic.cq_count(&d.requests)?;
     // Each reply is a WRITE and a RECV_EN.
     let answered = (d.front.progress()?.executed - d.executed).div_ceil(2) as u32;
@@ -39,11 +40,11 @@ pub(super) fn undelivered<N: DirectNic>(
     };
     let mut entries = Vec::new();
     for back in unexecuted + 1..=missing.min(credits) {
-        let slot = (next.wrapping_sub(back) % credits * STAGING_BYTES) as usize;
-        let staged = d.staging.memory().load_be32(slot + reply::ENTRY);
-        let (entry, said) = (staged >> 8, staged as u8);
+        let at = Slot::of_request(next.wrapping_sub(back), credits).staging();
+        let staged = d.staging.memory().load_be32(at + reply::ENTRY);
+        let (entry, said) = (EntryId::of_grant(staged), staged as u8);
         // The owner may have freed an undelivered grant by guessing its index.
-        let owned = entry < memory.shape.chunks && memory.owner(entry) == owner;
+        let owned = entry < memory.shape.null_entry() && memory.owner(entry) == owner;
         if said == status::GRANTED && owned && !entries.contains(&entry) {
             entries.push(entry);
         }

@@ -13,6 +13,7 @@ use super::connection::Connection;
 use super::node::Node;
 use crate::Error;
 use crate::chain::reclaimer::{Task, Urgency, WAITING};
+use crate::index::EntryId;
 use crate::scheme::ClientId;
 
 /// Entries whose owner one call checks.
@@ -28,7 +29,7 @@ enum Stage {
     /// The client's chains still run.
     Settling,
     /// The entries below this one have been scanned.
-    Scanning(u32),
+    Scanning(EntryId),
     /// The reclaimer releases the client's chunks, up to this ticket.
     Releasing(u64),
 }
@@ -103,23 +104,23 @@ impl<N: DirectNic> Node<N> {
                     return Ok(None);
                 }
                 self.return_held(&l.connection, Urgency::InTurn)?;
-                l.stage = Stage::Scanning(0);
+                l.stage = Stage::Scanning(EntryId::new(0));
             }
             Stage::Scanning(from) => {
                 if self.reclaimer.waiting() >= WAITING {
                     return Ok(None); // the completion of a batch triggers the next call
                 }
-                let chunks = self.memory.shape.chunks;
-                let to = chunks.min(from + SCAN);
+                let end = self.memory.shape.null_entry();
+                let to = end.min(from.plus(SCAN));
                 let mut next = from;
                 while next < to && self.reclaimer.waiting() < WAITING {
                     if self.memory.owner(next) == client.0 as u64 {
                         self.memory.disown(next);
                         self.reclaimer.add(Task::Release(next), Urgency::InTurn);
                     }
-                    next += 1;
+                    next = next.plus(1);
                 }
-                l.stage = match next == chunks {
+                l.stage = match next == end {
                     true => Stage::Releasing(self.reclaimer.ticket()),
                     false => Stage::Scanning(next),
                 };

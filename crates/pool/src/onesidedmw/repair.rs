@@ -18,12 +18,13 @@ use super::connection::{Connection, Management};
 use super::in_flight::undelivered;
 use super::layout::{entry, reply, status};
 use super::node::Node;
-use super::program::{REPLY_BLOCKS, STAGING_BYTES};
+use super::program::REPLY_BLOCKS;
 use super::{alloc_chain, free_chain};
 use crate::Error;
 use crate::chain::in_flight::InFlight;
 use crate::chain::queues::ChainQueues;
 use crate::chain::reclaimer::{Task, Urgency};
+use crate::index::{EntryId, Slot};
 use crate::scheme::ClientId;
 
 impl<N: DirectNic> Node<N> {
@@ -107,8 +108,8 @@ impl<N: DirectNic> Node<N> {
         d.first = received;
         for request in failed..received {
             let answer = if request == failed { status::REFUSED } else { status::AGAIN };
-            let slot = (request % credits * STAGING_BYTES) as usize;
-            let at = slot + entry::FREE_REPLY + reply::FREE_STATUS;
+            let at = Slot::of_request(request, credits).staging();
+            let at = at + entry::FREE_REPLY + reply::FREE_STATUS;
             d.staging.memory().store_be32(at, answer as u32);
         }
         self.arm_free(d)?;
@@ -227,7 +228,7 @@ impl<N: DirectNic> Node<N> {
         &mut self,
         c: &Connection<N>,
         urgency: Urgency,
-    ) -> Result<Vec<u32>, Error> {
+    ) -> Result<Vec<EntryId>, Error> {
         let credits = self.settings.credits;
         let mut held: Vec<InFlight> = Vec::new();
         for d in &c.allocs {
@@ -254,7 +255,7 @@ impl<N: DirectNic> Node<N> {
 
     /// Prepares an entry with partly bound windows for its release: clears its owner, and copies
     /// the windows' current tags from the NIC to the table.
-    fn prepare_release(&self, i: u32) -> Result<(), Error> {
+    fn prepare_release(&self, i: EntryId) -> Result<(), Error> {
         self.memory.disown(i);
         for (j, key) in self.memory.window_keys(i).enumerate() {
             let tag = self.nic.query_key(key)?.tag;

@@ -4,14 +4,15 @@
 //! An entry is the number of a block. Blocks of a single chunk come first, so that an entry below
 //! the number of chunks is a chunk number in every scheme.
 
-use crate::blocks::{Block, Shape};
+use crate::blocks::{Block, CHUNK_ORDER, Order, Shape};
+use crate::index::{ChunkIndex, EntryId, IndexRange};
 use crate::settings::Settings;
 
 /// The blocks of a memory node.
 #[derive(Clone, Copy)]
 pub struct Blocks {
     shape: Shape,
-    order_max: u32,
+    order_max: Order,
 }
 
 impl Blocks {
@@ -23,7 +24,7 @@ impl Blocks {
     /// The blocks of `chunks` chunks of `chunk_bytes`.
     pub fn new(chunks: u32, chunk_bytes: u64, sizes: bool) -> Self {
         let shape = Shape { chunks, chunk_bytes };
-        Self { shape, order_max: if sizes { shape.order_max() } else { 0 } }
+        Self { shape, order_max: if sizes { shape.order_max() } else { CHUNK_ORDER } }
     }
 
     /// Number of chunks.
@@ -32,7 +33,7 @@ impl Blocks {
     }
 
     /// Order of the largest block.
-    pub fn order_max(self) -> u32 {
+    pub fn order_max(self) -> Order {
         self.order_max
     }
 
@@ -42,46 +43,50 @@ impl Blocks {
     }
 
     /// Order of the smallest block of at least `bytes`.
-    pub fn order_for(self, bytes: u64) -> Option<u32> {
+    pub fn order_for(self, bytes: u64) -> Option<Order> {
         self.shape.order_for(bytes).filter(|order| *order <= self.order_max)
     }
 
     /// Size in bytes of a block of this order.
-    pub fn bytes(self, order: u32) -> u64 {
+    pub fn bytes(self, order: Order) -> u64 {
         self.shape.block_bytes(order)
     }
 
     /// Number of entries.
     pub fn count(self) -> u32 {
-        if self.order_max == 0 { self.shape.chunks } else { self.shape.entries() }
+        if self.order_max == CHUNK_ORDER { self.shape.chunks } else { self.shape.entries() }
+    }
+
+    /// All entries.
+    pub fn entries(self) -> impl Iterator<Item = EntryId> {
+        (EntryId::new(0)..EntryId::new(self.count())).iter()
     }
 
     /// The block of an entry, which must exist.
-    pub fn block(self, entry: u32) -> Block {
+    pub fn block(self, entry: EntryId) -> Block {
         self.shape.block(entry).expect("an entry of the table")
     }
 
     /// The entry of a block.
-    pub fn entry(self, block: Block) -> u32 {
+    pub fn entry(self, block: Block) -> EntryId {
         self.shape.entry(block)
     }
 
     /// Offset of a block in the donated memory, and its size in bytes.
-    pub fn range(self, entry: u32) -> (u64, u64) {
-        let block = self.block(entry);
-        (block.chunk as u64 * self.shape.chunk_bytes, self.shape.block_bytes(block.order))
+    pub fn range(self, entry: EntryId) -> (u64, u64) {
+        self.shape.range(self.block(entry))
     }
 
     /// The block of this order that contains a chunk, if all of the block is in the pool.
-    fn around(self, chunk: u32, order: u32) -> Option<Block> {
-        let there = order <= self.order_max && chunk >> order < self.shape.blocks(order);
-        there.then_some(Block { chunk: chunk >> order << order, order })
+    fn around(self, chunk: ChunkIndex, order: Order) -> Option<Block> {
+        let block = Block::around(chunk, order);
+        (order <= self.order_max && self.shape.has_block(block)).then_some(block)
     }
 
     /// Entries of all blocks that contain a chunk.
-    pub fn over(self, chunk: u32) -> impl Iterator<Item = u32> {
+    pub fn over(self, chunk: ChunkIndex) -> impl Iterator<Item = EntryId> {
         let around = move |order| self.around(chunk, order).map(|block| self.entry(block));
-        (0..=self.order_max).filter_map(around)
+        self.order_max.up_to().filter_map(around)
     }
 }
 
@@ -92,7 +97,7 @@ const NOWHERE: u32 = u32::MAX;
 pub struct Free {
     blocks: Blocks,
     /// Entries of free blocks, by order; last in, first out.
-    lists: Vec<Vec<u32>>,
+    lists: Vec<Vec<EntryId>>,
     /// Position of each entry in its list.
     at: Vec<u32>,
     chunks: u64,
@@ -101,19 +106,19 @@ pub struct Free {
 impl Free {
     /// All blocks are free.
     pub fn all(blocks: Blocks) -> Self {
-        let orders = blocks.order_max() as usize + 1;
+        let orders = blocks.order_max().as_usize() + 1;
         let at = vec![NOWHERE; blocks.count() as usize];
         let mut free = Self { blocks, lists: vec![Vec::new(); orders], at, chunks: 0 };
         let mut largest = Vec::new();
-        let mut chunk = 0;
-        while chunk < blocks.chunks() {
+        let mut chunk = ChunkIndex::new(0);
+        while chunk < blocks.shape.end() {
             let begins = |block: &Block| block.chunk == chunk;
-            let orders = (0..=blocks.order_max()).rev();
+            let orders = blocks.order_max().up_to().rev();
             let mut begin_here =
                 orders.filter_map(|order| blocks.around(chunk, order).filter(begins));
             let block = begin_here.next().expect("a chunk of the pool is a block");
             largest.push(block);
-            chunk = block.chunks().end;
+            chunk = block.end();
         }
         largest.into_iter().rev().for_each(|block| free.put(block));
         free
@@ -125,29 +130,28 @@ impl Free {
     }
 
     /// Entries of the free blocks.
-    pub fn entries(&self) -> impl Iterator<Item = u32> {
+    pub fn entries(&self) -> impl Iterator<Item = EntryId> {
         self.lists.iter().flatten().copied()
     }
 
     /// Takes a block of this order, split from the smallest free block that is large enough.
-    pub fn take(&mut self, order: u32) -> Option<u32> {
-        let from = (order as usize..self.lists.len()).find(|at| !self.lists[*at].is_empty())?;
+    pub fn take(&mut self, order: Order) -> Option<EntryId> {
+        let from = (order.as_usize()..self.lists.len()).find(|at| !self.lists[*at].is_empty())?;
         let entry = *self.lists[from].last().expect("just seen");
         self.remove(entry);
         let Block { chunk, order: whole } = self.blocks.block(entry);
-        for order in (order..whole).rev() {
-            self.put(Block { chunk: chunk + (1 << order), order });
+        for order in (order..whole).iter().rev() {
+            self.put(Block { chunk, order }.buddy());
         }
         Some(self.blocks.entry(Block { chunk, order }))
     }
 
     /// Returns a block to the free list, and merges it with its free neighbours.
-    pub fn give(&mut self, entry: u32) {
+    pub fn give(&mut self, entry: EntryId) {
         let mut block = self.blocks.block(entry);
-        while let Some(whole) = self.blocks.around(block.chunk, block.order + 1) {
-            let other = Block { chunk: block.chunk ^ (1 << block.order), order: block.order };
-            let other = self.blocks.entry(other);
-            if self.at[other as usize] == NOWHERE {
+        while let Some(whole) = self.blocks.around(block.chunk, block.order.plus(1)) {
+            let other = self.blocks.entry(block.buddy());
+            if self.at[other.as_usize()] == NOWHERE {
                 break;
             }
             self.remove(other);
@@ -158,21 +162,21 @@ impl Free {
 
     fn put(&mut self, block: Block) {
         let entry = self.blocks.entry(block);
-        let list = &mut self.lists[block.order as usize];
-        self.at[entry as usize] = list.len() as u32;
+        let list = &mut self.lists[block.order.as_usize()];
+        self.at[entry.as_usize()] = list.len() as u32;
         list.push(entry);
-        self.chunks += 1 << block.order;
+        self.chunks += u64::from(block.order.chunks());
     }
 
-    fn remove(&mut self, entry: u32) {
+    fn remove(&mut self, entry: EntryId) {
         let order = self.blocks.block(entry).order;
-        let list = &mut self.lists[order as usize];
-        let at = std::mem::replace(&mut self.at[entry as usize], NOWHERE) as usize;
+        let list = &mut self.lists[order.as_usize()];
+        let at = std::mem::replace(&mut self.at[entry.as_usize()], NOWHERE) as usize;
         list.swap_remove(at);
         if let Some(moved) = list.get(at) {
-            self.at[*moved as usize] = at as u32;
+            self.at[moved.as_usize()] = at as u32;
         }
-        self.chunks -= 1 << order;
+        self.chunks -= u64::from(order.chunks());
     }
 }
 
@@ -185,13 +189,14 @@ mod tests {
     fn free_list_allocates_in_order_and_last_freed_first() {
         let mut free = Free::all(Blocks::new(5, 4096, false));
         assert_eq!(
-            (0..5).map(|_| free.take(0)).collect::<Option<Vec<_>>>(),
-            Some(vec![0, 1, 2, 3, 4])
+            Vec::from_iter((0..5).flat_map(|_| free.take(CHUNK_ORDER)).map(EntryId::raw)),
+            [0, 1, 2, 3, 4]
         );
-        assert_eq!((free.take(0), free.chunks()), (None, 0));
-        free.give(3);
-        free.give(1);
-        assert_eq!((free.take(0), free.take(0)), (Some(1), Some(3)));
+        assert_eq!((free.take(CHUNK_ORDER), free.chunks()), (None, 0));
+        let [one, three] = [1, 3].map(EntryId::new);
+        free.give(three);
+        free.give(one);
+        assert_eq!((free.take(CHUNK_ORDER), free.take(CHUNK_ORDER)), (Some(one), Some(three)));
     }
 
     proptest! {
@@ -213,16 +218,17 @@ mod tests {
             let mut held = Vec::new();
             for (take, order, which) in steps {
                 if take {
-                    let Some(entry) = free.take(order) else { continue };
+                    let Some(entry) = free.take(Order::new(order)) else { continue };
                     let block = blocks.block(entry);
-                    prop_assert_eq!(block.order, order);
-                    for chunk in block.chunks() {
-                        prop_assert!(!std::mem::replace(&mut taken[chunk as usize], true));
+                    prop_assert_eq!(block.order.raw(), order);
+                    for chunk in block.chunks().iter() {
+                        prop_assert!(!std::mem::replace(&mut taken[chunk.as_usize()], true));
                     }
                     held.push(entry);
                 } else if !held.is_empty() {
                     let entry = held.swap_remove(which.index(held.len()));
-                    blocks.block(entry).chunks().for_each(|chunk| taken[chunk as usize] = false);
+                    let chunks = blocks.block(entry).chunks();
+                    chunks.iter().for_each(|chunk| taken[chunk.as_usize()] = false);
                     free.give(entry);
                 }
                 prop_assert_eq!(free.chunks(), taken.iter().filter(|t| !**t).count() as u64);

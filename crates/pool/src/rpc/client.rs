@@ -8,6 +8,7 @@ use verbs::{Access, MemoryRegion, Nic};
 use super::blocks::Blocks;
 use super::{Ask, Outcome, REPLY_BYTES, Reply, Request};
 use crate::Error;
+use crate::finemem::block::CHUNK_ORDER;
 use crate::protocol::NodeHello;
 use crate::request_queue::{ManagementQp, RequestQueue, RequestQueueAttr};
 use crate::scheme::{Answer, ClientScheme, Grant, GroupId, too_large};
@@ -44,8 +45,8 @@ impl<N: Nic> Client<N> {
 
     /// Sends a request and waits for its reply. `wanted`: bytes requested, for error messages.
     async fn ask(&self, attempt: &'static str, ask: Ask, wanted: u64) -> Result<Reply, Error> {
-        let slot = self.queue.slot().await;
-        let at = slot.slot() as usize * REPLY_BYTES;
+        let credit = self.queue.slot().await;
+        let at = credit.slot().offset(REPLY_BYTES);
         let to = self.replies.sge(at, REPLY_BYTES as u32);
         let number = self.number.fetch_add(1, Ordering::Relaxed);
         let request = Request { number, ask }.to_bytes();
@@ -77,17 +78,17 @@ impl<N: Nic> Client<N> {
 
 impl<N: Nic> ClientScheme for Client<N> {
     fn allocate(&self, group: GroupId) -> Answer<'_, Grant> {
-        self.allocate_bytes(group, self.blocks.bytes(0))
+        self.allocate_bytes(group, self.blocks.bytes(CHUNK_ORDER))
     }
 
     fn allocate_bytes(&self, group: GroupId, bytes: u64) -> Answer<'_, Grant> {
         Box::pin(async move {
             let attempt = "allocating a chunk";
             let Some(order) = self.blocks.order_for(bytes) else {
-                let has_sizes = self.blocks.order_max() > 0;
+                let has_sizes = self.blocks.order_max() > CHUNK_ORDER;
                 return Err(too_large(bytes, self.blocks.bytes_max(), has_sizes));
             };
-            let ask = Ask::Allocate { group: group.0, order: order as u8 };
+            let ask = Ask::Allocate { group: group.0, order };
             let reply = self.ask(attempt, ask, bytes).await?;
             if reply.lanes != self.lanes || reply.len != self.blocks.bytes(order) {
                 return Err(Error::Protocol {

@@ -84,6 +84,8 @@ pub use view::AllocationView;
 use verbs::{Key, Nic};
 
 use crate::Error;
+use crate::finemem::block::Order;
+use crate::index::EntryId;
 use crate::info::{AccessKind, Allocator, Isolation, Need, ReleaseTime, Scheme, SchemeInfo, Sizes};
 use crate::registry::{self, ClientFamily, ClientParts, NodeFamily};
 use crate::scheme::{ClientScheme, MAX_GROUP, NodeScheme};
@@ -278,10 +280,10 @@ impl Opening {
 /// Operation of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Ask {
-    /// Allocate 2^`order` chunks for the QPs of a group.
-    Allocate { group: u16, order: u8 },
+    /// Allocate a block of an order for the QPs of a group.
+    Allocate { group: u16, order: Order },
     /// Free a block.
-    Free { entry: u32 },
+    Free { entry: EntryId },
 }
 
 /// A request with its number.
@@ -300,12 +302,12 @@ impl Request {
         match self.ask {
             Ask::Allocate { group, order } => {
                 out[0] = OP_ALLOCATE;
-                out[1] = order;
+                out[1] = order.raw() as u8;
                 out[2..4].copy_from_slice(&group.to_be_bytes());
             }
             Ask::Free { entry } => {
                 out[0] = OP_FREE;
-                out[4..8].copy_from_slice(&entry.to_be_bytes());
+                out[4..8].copy_from_slice(&u32::from(entry).to_be_bytes());
             }
         }
         out[8..16].copy_from_slice(&self.number.to_be_bytes());
@@ -318,9 +320,9 @@ impl Request {
         let ask = match bytes[0] {
             OP_ALLOCATE => {
                 let group = u16::from_be_bytes([bytes[2], bytes[3]]);
-                Some(Ask::Allocate { group, order: bytes[1] })
+                Some(Ask::Allocate { group, order: Order::new(bytes[1].into()) })
             }
-            OP_FREE => Some(Ask::Free { entry: be32(bytes, 4) }),
+            OP_FREE => Some(Ask::Free { entry: be32(bytes, 4).into() }),
             _ => None,
         };
         (number, ask)
@@ -345,7 +347,7 @@ enum Outcome {
 struct Reply {
     number: u64,
     outcome: Outcome,
-    entry: u32,
+    entry: EntryId,
     addr: u64,
     len: u64,
     lanes: usize,
@@ -354,7 +356,7 @@ struct Reply {
 
 impl Reply {
     /// A reply without a grant.
-    fn bare(number: u64, outcome: Outcome, entry: u32) -> Self {
+    fn bare(number: u64, outcome: Outcome, entry: EntryId) -> Self {
         Self {
             number,
             outcome,
@@ -370,7 +372,7 @@ impl Reply {
         let mut out = [0; REPLY_BYTES];
         out[0] = self.outcome as u8;
         out[1] = self.lanes as u8;
-        out[4..8].copy_from_slice(&self.entry.to_be_bytes());
+        out[4..8].copy_from_slice(&u32::from(self.entry).to_be_bytes());
         out[8..16].copy_from_slice(&self.number.to_be_bytes());
         out[16..24].copy_from_slice(&self.addr.to_be_bytes());
         out[24..32].copy_from_slice(&self.len.to_be_bytes());
@@ -402,7 +404,7 @@ impl Reply {
         Some(Self {
             number: be64(bytes, 8),
             outcome,
-            entry: be32(bytes, 4),
+            entry: be32(bytes, 4).into(),
             addr: be64(bytes, 16),
             len: be64(bytes, 24),
             lanes,

@@ -10,6 +10,7 @@ use verbs::{
 use super::{Outcome, REQUEST_BYTES, Reply};
 use crate::Error;
 use crate::client_table::{AccessQps, ClientEntry, PeerQp};
+use crate::index::{EntryId, IndexRange, Slot};
 use crate::remote::Start;
 use crate::scheme::bulletin;
 
@@ -45,11 +46,11 @@ pub struct Peer<N: Nic> {
     /// True if its management QP has failed.
     pub broken: bool,
     /// Chunks granted in replies whose delivery is not confirmed yet.
-    pub unconfirmed: BTreeSet<u32>,
+    pub unconfirmed: BTreeSet<EntryId>,
     /// Chunks granted in replies that were not delivered; to be taken back.
-    pub lost: Vec<u32>,
+    pub lost: Vec<EntryId>,
     /// Chunks still to be reclaimed, if the compute node has departed.
-    pub leaving: Option<Vec<u32>>,
+    pub leaving: Option<Vec<EntryId>>,
 }
 
 impl<N: Nic> Peer<N> {
@@ -63,21 +64,21 @@ impl<N: Nic> Peer<N> {
         self.bulletins = 0;
         self.broken = false;
         self.announced_empty = false;
-        for slot in 0..credits {
+        for slot in (Slot::new(0)..Slot::new(credits)).iter() {
             self.post_receive(slot)?;
         }
         Ok(())
     }
 
-    fn post_receive(&self, slot: u32) -> Result<(), Error> {
-        let to = self.inbox.sge(slot as usize * REQUEST_BYTES, REQUEST_BYTES as u32);
-        let id = (self.epoch as u64) << 32 | slot as u64;
+    fn post_receive(&self, slot: Slot) -> Result<(), Error> {
+        let to = self.inbox.sge(slot.offset(REQUEST_BYTES), REQUEST_BYTES as u32);
+        let id = (self.epoch as u64) << 32 | u64::from(slot.raw());
         Ok(self.management.qp.post_recv(&ReceiveRequest { id, to: &[to] })?)
     }
 
     /// Sends a reply and reposts the receive of that slot. An error affects only this compute node:
     /// it puts the management QP into the error state.
-    pub fn answer(&mut self, slot: u32, reply: Reply) {
+    pub fn answer(&mut self, slot: Slot, reply: Reply) {
         let granted = (reply.outcome == Outcome::Done && reply.lanes > 0).then_some(reply.entry);
         self.unconfirmed.extend(granted);
         if self.broken {
@@ -86,7 +87,7 @@ impl<N: Nic> Peer<N> {
         if reply.outcome == Outcome::Empty {
             self.announce_empty();
         }
-        let id = granted.map_or(NO_GRANT, |entry| entry as u64);
+        let id = granted.map_or(NO_GRANT, |entry| entry.raw().into());
         self.post(id, Op::SendInline { data: &reply.to_bytes() });
         if self.post_receive(slot).is_err() {
             self.disconnect();
@@ -125,7 +126,7 @@ impl<N: Nic> Peer<N> {
             for c in &done[..n] {
                 self.bulletins -= (c.id == BULLETIN && self.bulletins > 0) as u32;
                 match c.status {
-                    Status::Success => drop(self.unconfirmed.remove(&(c.id as u32))),
+                    Status::Success => drop(self.unconfirmed.remove(&EntryId::new(c.id as u32))),
                     _ => self.broken = true,
                 }
             }

@@ -3,6 +3,8 @@
 
 use verbs::{Key, MemoryRegion, Nic};
 
+use crate::index::EntryId;
+
 /// Chunks that `static-mr` registers in advance per compute node: one to be allocated, and one for
 /// the time in which the next is registered.
 pub const AHEAD: usize = 2;
@@ -19,19 +21,19 @@ impl<N: Nic> Regions<N> {
     }
 
     /// Key of a registered chunk; an invalid key if it has no region.
-    pub fn key(&self, entry: u32) -> Key {
-        self.regions[entry as usize].as_ref().map_or(Key::default(), |region| region.key())
+    pub fn key(&self, entry: EntryId) -> Key {
+        self.regions[entry.as_usize()].as_ref().map_or(Key::default(), |region| region.key())
     }
 
     /// Opens a chunk with `region`.
-    pub fn open(&mut self, entry: u32, region: N::Mr) {
-        let old = self.regions[entry as usize].replace(region);
+    pub fn open(&mut self, entry: EntryId, region: N::Mr) {
+        let old = self.regions[entry.as_usize()].replace(region);
         assert!(old.is_none(), "entry {entry} is registered twice");
     }
 
     /// Removes a chunk's region. Dropping it invalidates its key; because that takes time, the
     /// caller drops it without holding the lock.
-    pub fn close(&mut self, entry: u32) -> Option<N::Mr> {
-        self.regions[entry as usize].take()
+    pub fn close(&mut self, entry: EntryId) -> Option<N::Mr> {
+        self.regions[entry.as_usize()].take()
     }
 }

@@ -21,6 +21,8 @@ use super::regions::Regions;
 use super::windows::{Type1, Type2};
 use super::{Outcome, Reply};
 use crate::Error;
+use crate::finemem::block::Order;
+use crate::index::{ChunkIndex, EntryId, IndexRange};
 use crate::scheme::{ClientId, GroupId, MAX_GROUP};
 
 /// Allocation state of a chunk.
@@ -80,7 +82,7 @@ pub struct Table<N: Nic> {
     blocks: Blocks,
     entries: Vec<Entry>,
     free: Free,
-    aside: BTreeMap<ClientId, VecDeque<u32>>,
+    aside: BTreeMap<ClientId, VecDeque<EntryId>>,
     aside_count: u64,
     /// Cores that have announced "empty" to their compute nodes.
     announced_empty: Vec<bool>,
@@ -101,7 +103,7 @@ impl<N: Nic> Table<N> {
             lanes,
             base,
             blocks,
-            entries: (0..blocks.count()).map(entry).collect(),
+            entries: blocks.entries().map(entry).collect(),
             free: Free::all(blocks),
             aside: BTreeMap::new(),
             aside_count: 0,
@@ -115,10 +117,10 @@ impl<N: Nic> Table<N> {
     }
 
     /// State of the block that contains a chunk.
-    pub fn state_of(&self, chunk: u32) -> ChunkState {
-        let owned = |entry: &u32| self.entries[*entry as usize].owner != Owner::Free;
-        let entry = self.blocks.over(chunk).find(owned).unwrap_or(chunk);
-        let e = &self.entries[entry as usize];
+    pub fn state_of(&self, chunk: ChunkIndex) -> ChunkState {
+        let owned = |entry: &EntryId| self.entries[entry.as_usize()].owner != Owner::Free;
+        let entry = self.blocks.over(chunk).find(owned).unwrap_or(EntryId::of_chunk(chunk));
+        let e = &self.entries[entry.as_usize()];
         let owner = match e.owner {
             Owner::Free => None,
             Owner::Client(client) => Some(client),
@@ -131,8 +133,8 @@ impl<N: Nic> Table<N> {
     }
 
     /// Chunks without an owner.
-    pub fn free_chunks(&self) -> Vec<u32> {
-        self.free.entries().flat_map(|entry| self.blocks.block(entry).chunks()).collect()
+    pub fn free_chunks(&self) -> Vec<ChunkIndex> {
+        self.free.entries().flat_map(|entry| self.blocks.block(entry).chunks().iter()).collect()
     }
 
     /// True if a chunk is set aside.
@@ -145,18 +147,18 @@ impl<N: Nic> Table<N> {
         self.free.chunks() + self.aside_count
     }
 
-    /// Allocates a block of 2^`order` free chunks to a compute node.
-    pub fn take(&mut self, client: ClientId, group: GroupId, order: u32) -> Option<u32> {
+    /// Allocates a free block of an order to a compute node.
+    pub fn take(&mut self, client: ClientId, group: GroupId, order: Order) -> Option<EntryId> {
         let entry = self.free.take(order)?;
         let owner = Owner::Client(client);
-        self.entries[entry as usize] = Entry { owner, group, state: State::Owned };
+        self.entries[entry.as_usize()] = Entry { owner, group, state: State::Owned };
         Some(entry)
     }
 
     /// Begins to free a block. False if the compute node does not own the block, or if its free has
     /// begun already.
-    pub fn start_free(&mut self, entry: u32, client: ClientId) -> bool {
-        match self.entries.get_mut(entry as usize) {
+    pub fn start_free(&mut self, entry: EntryId, client: ClientId) -> bool {
+        match self.entries.get_mut(entry.as_usize()) {
             Some(e) if e.owner == Owner::Client(client) && e.state == State::Owned => {
                 e.state = State::Leaving;
                 true
@@ -166,13 +168,13 @@ impl<N: Nic> Table<N> {
     }
 
     /// The group for which a block was allocated.
-    pub fn group_of(&self, entry: u32) -> GroupId {
-        self.entries[entry as usize].group
+    pub fn group_of(&self, entry: EntryId) -> GroupId {
+        self.entries[entry.as_usize()].group
     }
 
     /// Sets a block aside for its owner.
-    pub fn set_aside(&mut self, entry: u32, client: ClientId) {
-        let e = &mut self.entries[entry as usize];
+    pub fn set_aside(&mut self, entry: EntryId, client: ClientId) {
+        let e = &mut self.entries[entry.as_usize()];
         assert_eq!(e.owner, Owner::Client(client), "entry {entry} is set aside for its owner");
         assert_ne!(e.state, State::Aside, "entry {entry} is set aside twice");
         e.state = State::Aside;
@@ -186,25 +188,25 @@ impl<N: Nic> Table<N> {
     }
 
     /// Allocates the block that was set aside first for a compute node.
-    pub fn take_aside(&mut self, client: ClientId, group: GroupId) -> Option<u32> {
+    pub fn take_aside(&mut self, client: ClientId, group: GroupId) -> Option<EntryId> {
         let entry = self.aside.get_mut(&client)?.pop_front()?;
         self.aside_count -= 1;
-        self.entries[entry as usize].state = State::Owned;
-        self.entries[entry as usize].group = group;
+        self.entries[entry.as_usize()].state = State::Owned;
+        self.entries[entry.as_usize()].group = group;
         Some(entry)
     }
 
     /// Takes the block that was set aside first for a compute node, to be closed. The compute node
     /// cannot free it a second time.
-    pub fn take_aside_to_close(&mut self, client: ClientId) -> Option<u32> {
+    pub fn take_aside_to_close(&mut self, client: ClientId) -> Option<EntryId> {
         let entry = self.aside.get_mut(&client)?.pop_front()?;
         self.aside_count -= 1;
-        self.entries[entry as usize].state = State::Closing;
+        self.entries[entry.as_usize()].state = State::Closing;
         Some(entry)
     }
 
     /// Takes up to `most` blocks that are set aside, to be closed: in turn from each compute node.
-    pub fn take_aside_of_all(&mut self, most: usize) -> Vec<u32> {
+    pub fn take_aside_of_all(&mut self, most: usize) -> Vec<EntryId> {
         let mut taken = Vec::new();
         while taken.len() < most && self.aside_count > 0 {
             for entries in self.aside.values_mut() {
@@ -212,7 +214,7 @@ impl<N: Nic> Table<N> {
                     && let Some(entry) = entries.pop_front()
                 {
                     self.aside_count -= 1;
-                    self.entries[entry as usize].state = State::Closing;
+                    self.entries[entry.as_usize()].state = State::Closing;
                     taken.push(entry);
                 }
             }
@@ -221,7 +223,7 @@ impl<N: Nic> Table<N> {
     }
 
     /// The reply that grants an open block.
-    pub fn grant(&self, number: u64, entry: u32) -> Reply {
+    pub fn grant(&self, number: u64, entry: EntryId) -> Reply {
         let mut keys = [Key::default(); MAX_GROUP];
         match &self.protection {
             Protection::Type2(windows) => {
@@ -244,8 +246,8 @@ impl<N: Nic> Table<N> {
     }
 
     /// Returns a block to the free list. It must be cleared, and its keys must be dead.
-    pub fn release(&mut self, entry: u32) {
-        let e = &mut self.entries[entry as usize];
+    pub fn release(&mut self, entry: EntryId) {
+        let e = &mut self.entries[entry.as_usize()];
         assert_ne!(e.owner, Owner::Free, "entry {entry} is released twice");
         *e = Entry { owner: Owner::Free, group: GroupId(0), state: State::Free };
         self.free.give(entry);
@@ -253,14 +255,14 @@ impl<N: Nic> Table<N> {
 
     /// Begins to free all blocks of a compute node, including those set aside. Excludes blocks that
     /// another core is closing, because that core releases them.
-    pub fn owned_by(&mut self, client: ClientId) -> Vec<u32> {
+    pub fn owned_by(&mut self, client: ClientId) -> Vec<EntryId> {
         self.aside_count -= self.aside.remove(&client).map_or(0, |aside| aside.len()) as u64;
         let owner = Owner::Client(client);
         let mut owned = Vec::new();
-        for (at, entry) in self.entries.iter_mut().enumerate() {
+        for (at, entry) in self.blocks.entries().zip(&mut self.entries) {
             if entry.owner == owner && entry.state != State::Closing {
                 entry.state = State::Leaving;
-                owned.push(at as u32);
+                owned.push(at);
             }
         }
         owned
@@ -290,12 +292,12 @@ impl<N: Nic> Table<N> {
     pub fn audit(&self, exists: impl Fn(ClientId) -> bool) -> Result<(), Error> {
         let wrong = |why: String| Error::Protocol { attempt: "auditing the pool".into(), why };
         let mut covered = vec![false; self.blocks.chunks() as usize];
-        let mut cover = |entry: u32| {
+        let mut cover = |entry: EntryId| {
             let chunks = self.blocks.block(entry).chunks();
-            chunks.into_iter().find(|c| std::mem::replace(&mut covered[*c as usize], true))
+            chunks.iter().find(|chunk| std::mem::replace(&mut covered[chunk.as_usize()], true))
         };
         for entry in self.free.entries() {
-            if self.entries[entry as usize].owner != Owner::Free {
+            if self.entries[entry.as_usize()].owner != Owner::Free {
                 return Err(wrong(format!("chunk {entry} is free and owned")));
             }
             if let Some(chunk) = cover(entry) {
@@ -305,7 +307,7 @@ impl<N: Nic> Table<N> {
         let mut aside = BTreeSet::new();
         for (client, entries) in &self.aside {
             for entry in entries {
-                let e = &self.entries[*entry as usize];
+                let e = &self.entries[entry.as_usize()];
                 if e.owner != Owner::Client(*client) || e.state != State::Aside {
                     return Err(wrong(format!(
                         "chunk {entry} is set aside for compute node {}, which does not own it",
@@ -324,7 +326,7 @@ impl<N: Nic> Table<N> {
                 self.aside_count
             )));
         }
-        for (at, entry) in (0..).zip(&self.entries) {
+        for (at, entry) in self.blocks.entries().zip(&self.entries) {
             let Owner::Client(client) = entry.owner else { continue };
             if !exists(client) {
                 let gone = client.0;
@@ -351,6 +353,7 @@ impl<N: Nic> Table<N> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::finemem::block::CHUNK_ORDER;
     use crate::rpc::regions::Regions;
     use rnic::nic::SoftNic;
 
@@ -361,8 +364,9 @@ mod tests {
         let protection = Protection::Regions(Regions::<SoftNic>::new(3));
         let mut table = Table::new(protection, 1, 0, Blocks::new(3, 4096, false), 2);
         let client = ClientId(7);
-        let taken: Vec<u32> =
-            (0..3).map(|_| table.take(client, GroupId(0), 0).expect("a free one")).collect();
+        let taken: Vec<EntryId> = (0..3)
+            .map(|_| table.take(client, GroupId(0), CHUNK_ORDER).expect("a free one"))
+            .collect();
         table.set_aside(taken[0], client);
         table.set_aside(taken[1], client);
         let closing = table.take_aside_of_all(1);

@@ -6,6 +6,7 @@ use verbs::{DmaMemory, MemoryRegion, Nic};
 
 use super::table::ChunkState;
 use super::worker::Shared;
+use crate::index::ChunkIndex;
 
 /// View of the owner of each chunk.
 pub struct AllocationView<N: Nic>(pub(super) Arc<Shared<N>>);
@@ -17,12 +18,12 @@ impl<N: Nic> AllocationView<N> {
     }
 
     /// State of a chunk; `None` while another thread holds the lock.
-    pub fn chunk(&self, entry: u32) -> Option<ChunkState> {
-        self.0.table.try_lock().map(|table| table.state_of(entry))
+    pub fn chunk(&self, chunk: ChunkIndex) -> Option<ChunkState> {
+        self.0.table.try_lock().map(|table| table.state_of(chunk))
     }
 
     /// The free chunks; `None` while another thread holds the lock.
-    pub fn free(&self) -> Option<Vec<u32>> {
+    pub fn free(&self) -> Option<Vec<ChunkIndex>> {
         self.0.table.try_lock().map(|table| table.free_chunks())
     }
 }

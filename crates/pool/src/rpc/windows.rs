@@ -1,11 +1,14 @@
 //! Memory windows as the mechanism that opens chunks: a type-2 window per lane, or one type-1
 //! window.
 
+use std::ops::Range;
+
 use verbs::wqe::Umr;
 use verbs::{Access, Key, MemoryRegion, MemoryWindow, Nic, Qpn};
 
 use super::blocks::Blocks;
 use crate::Error;
+use crate::index::EntryId;
 use crate::scheme::{Lane, MAX_GROUP};
 
 /// Addresses of the blocks, for binds.
@@ -21,7 +24,7 @@ impl Ranges {
     }
 
     /// Address and size of a block.
-    fn of_entry(&self, entry: u32) -> (u64, u32) {
+    fn of_entry(&self, entry: EntryId) -> (u64, u32) {
         let (offset, bytes) = self.blocks.range(entry);
         (self.base + offset, bytes as u32)
     }
@@ -56,13 +59,19 @@ impl<N: Nic> Type2<N> {
     }
 
     /// Keys of a block, by lane.
-    pub fn keys(&self, entry: u32) -> &[Key] {
-        &self.keys[entry as usize * self.lanes..][..self.lanes]
+    pub fn keys(&self, entry: EntryId) -> &[Key] {
+        &self.keys[self.windows_of(entry)]
+    }
+
+    fn windows_of(&self, entry: EntryId) -> Range<usize> {
+        let first = entry.as_usize() * self.lanes;
+        first..first + self.lanes
     }
 
     /// The UMR that binds a block's window to `qpn` and changes its tag.
-    pub fn bind(&mut self, entry: u32, lane: Lane, qpn: Qpn) -> Umr {
-        let key = &mut self.keys[entry as usize * self.lanes + lane.0 as usize];
+    pub fn bind(&mut self, entry: EntryId, lane: Lane, qpn: Qpn) -> Umr {
+        let windows = self.windows_of(entry);
+        let key = &mut self.keys[windows][lane.0 as usize];
         let tag = key.tag().wrapping_add(1);
         let (start, len) = self.ranges.of_entry(entry);
         let umr = Umr::bind(*key, tag, qpn, Access::REMOTE_ALL, self.ranges.mr, start, len);
@@ -71,15 +80,14 @@ impl<N: Nic> Type2<N> {
     }
 
     /// The UMR that unbinds a block's window.
-    pub fn unbind(&self, entry: u32, lane: Lane) -> Umr {
+    pub fn unbind(&self, entry: EntryId, lane: Lane) -> Umr {
         Umr::unbind(self.keys(entry)[lane.0 as usize], true)
     }
 
     /// Allocates new windows for a block and deallocates the old ones, which invalidates their
     /// keys.
-    pub fn replace(&mut self, nic: &N, pd: &N::Pd, entry: u32) -> Result<(), Error> {
-        let from = entry as usize * self.lanes;
-        for at in from..from + self.lanes {
+    pub fn replace(&mut self, nic: &N, pd: &N::Pd, entry: EntryId) -> Result<(), Error> {
+        for at in self.windows_of(entry) {
             self.windows[at] = nic.alloc_mw(pd)?;
             self.keys[at] = self.windows[at].key();
         }
@@ -117,35 +125,40 @@ impl<N: Nic> Type1<N> {
     }
 
     /// True if an allocation of the block needs no bind.
-    pub fn is_ahead(&self, entry: u32) -> bool {
-        self.ahead.as_ref().is_some_and(|ahead| ahead[entry as usize])
+    pub fn is_ahead(&self, entry: EntryId) -> bool {
+        self.ahead.as_ref().is_some_and(|ahead| ahead[entry.as_usize()])
     }
 
     /// Key of a block.
-    pub fn key(&self, entry: u32) -> Key {
-        self.keys[self.of[entry as usize] as usize]
+    pub fn key(&self, entry: EntryId) -> Key {
+        self.keys[self.window_of(entry)]
+    }
+
+    fn window_of(&self, entry: EntryId) -> usize {
+        self.of[entry.as_usize()] as usize
     }
 
     /// The UMR that binds a block's window to the block, also if it was bound elsewhere.
-    pub fn bind(&mut self, entry: u32) -> Umr {
+    pub fn bind(&mut self, entry: EntryId) -> Umr {
         let (start, len) = self.ranges.of_entry(entry);
         if let Some(ahead) = &mut self.ahead {
-            ahead[entry as usize] = true;
+            ahead[entry.as_usize()] = true;
         }
         self.change(entry, Access::REMOTE_ALL, start, len)
     }
 
     /// The UMR that invalidates a block's key: an unbind, or a bind for the next owner if windows
     /// are bound before allocations.
-    pub fn close(&mut self, entry: u32) -> Umr {
+    pub fn close(&mut self, entry: EntryId) -> Umr {
         match self.ahead {
             Some(_) => self.bind(entry),
             None => self.change(entry, Access::NONE, self.ranges.of_entry(entry).0, 0),
         }
     }
 
-    fn change(&mut self, entry: u32, access: Access, start: u64, len: u32) -> Umr {
-        let key = &mut self.keys[self.of[entry as usize] as usize];
+    fn change(&mut self, entry: EntryId, access: Access, start: u64, len: u32) -> Umr {
+        let window = self.window_of(entry);
+        let key = &mut self.keys[window];
         let tag = key.tag().wrapping_add(1);
         let umr = Umr::bind_type1(*key, tag, access, self.ranges.mr, start, len);
         *key = Key::new(key.index(), tag);
@@ -154,13 +167,13 @@ impl<N: Nic> Type1<N> {
 
     /// Swaps the windows of two blocks. A bind of the first block is then a rebind of the window
     /// that opened the second.
-    pub fn exchange(&mut self, a: u32, b: u32) {
-        self.of.swap(a as usize, b as usize);
+    pub fn exchange(&mut self, a: EntryId, b: EntryId) {
+        self.of.swap(a.as_usize(), b.as_usize());
     }
 
     /// Allocates a new window for a block and deallocates the old one, which invalidates its key.
-    pub fn replace(&mut self, nic: &N, pd: &N::Pd, entry: u32) -> Result<(), Error> {
-        let at = self.of[entry as usize] as usize;
+    pub fn replace(&mut self, nic: &N, pd: &N::Pd, entry: EntryId) -> Result<(), Error> {
+        let at = self.window_of(entry);
         let [new] = &nic.alloc_type1_mws(pd, 1)?[..] else {
             return Err(Error::Protocol {
                 attempt: "replacing a memory window".into(),
@@ -169,7 +182,7 @@ impl<N: Nic> Type1<N> {
         };
         (self.windows[at], self.keys[at]) = (new.clone(), new.key());
         if let Some(ahead) = &mut self.ahead {
-            ahead[entry as usize] = false;
+            ahead[entry.as_usize()] = false;
         }
         Ok(())
     }

@@ -12,7 +12,7 @@ use std::fmt;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use rnic::bucket::TokenBucket;
+use units::TokenBucket;
 
 use crate::protocol::Request;
 use crate::socket::Peer;

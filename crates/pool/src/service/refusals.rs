@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use rnic::bucket::TokenBucket;
+use units::TokenBucket;
 
 use super::client_limits::PeerIdentity;
 use super::connection::{Connection, ConnectionId, Role};

@@ -6,6 +6,7 @@ use std::task::Poll;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use pool::index::EntryId;
 use pool::{Error, Grant, GroupId, Lane, Options, Pool, Transfer};
 use verbs::executor::block_on;
 use verbs::{Key, Status};
@@ -532,7 +533,7 @@ pub fn departure_returns_all_chunks(setup: &Setup) {
             pool.write_blocking(grant, 0, &[0xaa; CHUNK as usize]).unwrap();
         }
         // One QP is broken when the pool is dropped.
-        let wrong = Grant::new(8, CHUNK, 0, GroupId(0), grants[0].keys());
+        let wrong = Grant::new(8, CHUNK, EntryId::new(0), GroupId(0), grants[0].keys());
         let buffer = pool.buffer(4096).unwrap();
         let t = Transfer { grant: &wrong, offset: 0, buffer_offset: 0, len: 8 };
         drop(pool.read_into(&t, &buffer, Lane(1)).unwrap());

@@ -1,10 +1,11 @@
 //! Control verbs that change and describe objects.
 
-use super::{Core, Engine, RDMA_BYTES_MAX};
+use super::Engine;
+use super::core::{Core, RDMA_BYTES_MAX};
 use crate::engine::qp::Peer;
 use crate::engine::queue::{CQ_ENTRIES_MAX, RECV_ENTRIES_WIDE_MAX, SEND_BLOCKS_MAX};
 use crate::error::{Error, Object};
-use crate::spec::{Event, QpDescription, RegionChange};
+use crate::spec::{QpDescription, RegionChange};
 use verbs::direct::{KeyInfo, Progress};
 use verbs::wqe::MAX_SEGMENTS;
 use verbs::{
@@ -18,7 +19,13 @@ impl Engine {
     /// Returns the limits of a function.
     pub fn query_device(&self, f: FunctionId) -> Result<DeviceInfo, Error> {
         let core = &self.core;
-        let own = core.functions.get(&f).ok_or(Error::Unknown(Object::Function(f)))?.limits.clone();
+        let own = core
+            .owners
+            .functions
+            .get(&f)
+            .ok_or(Error::Unknown(Object::Function(f)))?
+            .limits
+            .clone();
         let nic = &core.limits;
         Ok(DeviceInfo {
             pds: own.pds.min(nic.pds),
@@ -46,15 +53,15 @@ impl Engine {
     /// with [`Engine::reg_mr`], local read is always granted.
     pub fn rereg_mr(&mut self, f: FunctionId, key: Key, to: RegionChange) -> Result<Key, Error> {
         if let Some(pd) = to.pd {
-            self.core.pd(f, pd)?;
+            self.core.owners.pd(f, pd)?;
         }
         if let Some((memory, iova)) = &to.memory {
             check_region(memory, *iova)?;
         }
-        let namespace = self.core.function(f)?.namespace;
+        let namespace = self.core.owners.function(f)?.namespace;
         let (old_pd, old_len) = self.core.keys[namespace].region(f, key)?;
         let new_len = to.memory.as_ref().map_or(old_len, |(m, _)| m.len() as u64);
-        let function = self.core.function(f)?;
+        let function = self.core.owners.function(f)?;
         let bytes = (function.used.registered_bytes - old_len).saturating_add(new_len);
         if bytes > function.limits.registered_bytes {
             let limit = function.limits.registered_bytes;
@@ -64,14 +71,14 @@ impl Engine {
         let new_pd = to.pd.unwrap_or(old_pd);
         let access = to.access.map(|a| a | Access::LOCAL_READ);
         let key = self.core.keys[namespace].reregister(key, RegionChange { access, ..to });
-        self.core.pd_mut(old_pd).users -= 1;
-        self.core.pd_mut(new_pd).users += 1;
+        self.core.owners.pd_mut(old_pd).users -= 1;
+        self.core.owners.pd_mut(new_pd).users += 1;
         Ok(key)
     }
 
     /// Describes a key.
     pub fn query_key(&self, f: FunctionId, index: KeyIndex) -> Result<KeyInfo, Error> {
-        let function = self.core.functions.get(&f);
+        let function = self.core.owners.functions.get(&f);
         let namespace = function.ok_or(Error::Unknown(Object::Function(f)))?.namespace;
         self.core.keys[namespace].describe(f, index)
     }
@@ -80,7 +87,7 @@ impl Engine {
 
     /// Running number of the CQ's next completion, 24 bits.
     pub fn cq_count(&self, f: FunctionId, cqn: Cqn) -> Result<u32, Error> {
-        Ok(self.core.cq(f, cqn)?.count)
+        Ok(self.core.queues.cq(f, cqn)?.count)
     }
 
     // --- shared receive queues -----------------------------------------------------------------
@@ -89,7 +96,7 @@ impl Engine {
     /// leaves the SRQ with fewer receive WQEs than `limit`, or finds no receive WQE. 0 disarms the
     /// limit (IBTA vol. 1, chapter 11, "modify shared receive queue").
     pub fn modify_srq(&mut self, f: FunctionId, srqn: Srqn, limit: u32) -> Result<(), Error> {
-        let entries = self.core.srq(f, srqn)?.entries();
+        let entries = self.core.queues.srq(f, srqn)?.entries();
         if limit > entries {
             return Err(Error::Argument {
                 what: "the limit of an SRQ",
@@ -97,13 +104,13 @@ impl Engine {
                 must: "at most the number of its entries",
             });
         }
-        self.core.recvs.get_mut(srqn.raw()).expect("looked up above").srq_limit = limit;
+        self.core.queues.recvs.get_mut(srqn.raw()).expect("looked up above").srq_limit = limit;
         Ok(())
     }
 
     /// Describes an SRQ.
     pub fn query_srq(&self, f: FunctionId, srqn: Srqn) -> Result<SrqInfo, Error> {
-        let srq = self.core.srq(f, srqn)?;
+        let srq = self.core.queues.srq(f, srqn)?;
         Ok(SrqInfo {
             entries: srq.entries(),
             stride: srq.stride(),
@@ -117,33 +124,33 @@ impl Engine {
 
     /// Changes the state of a QP.
     pub fn modify_qp(&mut self, f: FunctionId, qpn: Qpn, change: QpChange) -> Result<(), Error> {
-        self.core.qp(f, qpn)?.next_state(change)?;
+        self.core.queues.qp(f, qpn)?.next_state(change)?;
         match change {
             QpChange::Error => self.core.enter_error(qpn, None),
             QpChange::Reset => self.core.reset_qp(qpn),
-            QpChange::Init => self.core.qp_mut(qpn).state = QpState::Init,
+            QpChange::Init => self.core.queues.qp_mut(qpn).state = QpState::Init,
             QpChange::ReadyToReceive { peer: PeerAddress::Remote(peer) } => {
                 self.core.connect(f, qpn, peer)?;
             }
             QpChange::ReadyToReceive { peer: PeerAddress::Local(peer) } => {
-                let qp = self.core.qp_mut(qpn);
+                let qp = self.core.queues.qp_mut(qpn);
                 qp.peer = Peer::Local(peer);
                 qp.state = QpState::ReadyToReceive;
             }
             QpChange::ReadyToSend => {
-                self.core.qp_mut(qpn).state = QpState::ReadyToSend;
-                self.core.schedule(qpn);
+                self.core.queues.qp_mut(qpn).state = QpState::ReadyToSend;
+                self.core.queues.schedule(qpn);
             }
-            QpChange::Access { access } => self.core.qp_mut(qpn).access = access,
-            QpChange::Tag { tag } => self.core.qp_mut(qpn).tag = tag,
+            QpChange::Access { access } => self.core.queues.qp_mut(qpn).access = access,
+            QpChange::Tag { tag } => self.core.queues.qp_mut(qpn).tag = tag,
         }
         Ok(())
     }
 
     /// Describes a QP.
     pub fn query_qp(&self, f: FunctionId, qpn: Qpn) -> Result<QpDescription, Error> {
-        let qp = self.core.qp(f, qpn)?;
-        let recv = qp.recv.and_then(|n| self.core.recvs.get(n));
+        let qp = self.core.queues.qp(f, qpn)?;
+        let recv = qp.recv.and_then(|n| self.core.queues.recvs.get(n));
         Ok(QpDescription {
             info: QpInfo {
                 state: qp.state,
@@ -170,13 +177,12 @@ impl Core {
     /// Raises the event of an SRQ's limit if the limit is armed and fewer receive WQEs are left.
     #[cold]
     pub fn check_srq_limit(&mut self, n: u32) {
-        let recv = self.recvs.get_mut(n).expect("a receive queue in use exists");
+        let recv = self.queues.recvs.get_mut(n).expect("a receive queue in use exists");
         if recv.srq_limit == 0 || recv.credits() >= recv.srq_limit {
             return;
         }
         recv.srq_limit = 0;
-        let event = AsyncEvent::SrqLimit { srqn: Srqn::new(n) };
-        self.events.push_back(Event::Async { function: recv.function, event });
+        self.events.raise(recv.function, AsyncEvent::SrqLimit { srqn: Srqn::new(n) });
     }
 }
 

@@ -4,13 +4,15 @@
 //! Every verb takes the calling function and accesses only objects of that function. A rejected
 //! verb changes nothing.
 
+use super::Engine;
 use super::attributes::check_region;
+use super::core::Core;
+use super::owners::{Function, Pd, check_limit, table_error};
 use super::qp_list::{InList, Links};
-use super::{Core, Engine, Function, Pd};
 use crate::engine::qp::{Peer, Qp};
 use crate::engine::queue::{CompletionQueue, RecvQueue, SendQueue};
 use crate::error::{Error, Object};
-use crate::key_namespaces::{KeyNamespaces, Namespace};
+use crate::key_namespaces::KeyNamespaces;
 use crate::limits::FunctionLimits;
 use crate::spec::{CqSpec, GuardSpec, QpSpec, Recv, RecvSpec};
 use std::collections::HashSet;
@@ -23,14 +25,14 @@ impl Engine {
     pub fn add_function(&mut self, limits: FunctionLimits) -> Result<FunctionId, Error> {
         let core = &mut self.core;
         // `functions` also contains the physical function, which does not count.
-        if core.functions.len() > core.limits.functions as usize {
+        if core.owners.functions.len() > core.limits.functions as usize {
             let limit = core.limits.functions as u64;
             return Err(Error::Limit { what: "virtual functions", limit });
         }
-        let id = FunctionId(core.next_function);
-        core.next_function += 1;
-        let function = Function::new(limits, core.scheduler.add(), KeyNamespaces::FIRST);
-        core.functions.insert(id, function);
+        let id = FunctionId(core.owners.next_function);
+        core.owners.next_function += 1;
+        let function = Function::new(limits, core.queues.scheduler.add(), KeyNamespaces::FIRST);
+        core.owners.functions.insert(id, function);
         Ok(id)
     }
 
@@ -38,13 +40,13 @@ impl Engine {
     /// owner that needs more windows than one function has (FineMem §4.3).
     pub fn open_function(&mut self, f: FunctionId) -> Result<FunctionId, Error> {
         let nic_limit = self.core.limits.owner_functions.saturating_sub(1);
-        let opener = self.core.function(f)?;
+        let opener = self.core.owners.function(f)?;
         let limit = opener.limits.functions.min(nic_limit);
         check_limit("further functions of one owner", opener.used.functions, limit)?;
         let id = self.add_function(FunctionLimits { functions: 0, ..FunctionLimits::NONE })?;
-        self.core.function(f)?.used.functions += 1;
+        self.core.owners.function(f)?.used.functions += 1;
         let namespace = self.core.keys.add();
-        let function = self.core.function(id)?;
+        let function = self.core.owners.function(id)?;
         (function.namespace, function.opener) = (namespace, Some(f));
         Ok(id)
     }
@@ -57,13 +59,13 @@ impl Engine {
         if f == FunctionId::PHYSICAL {
             return;
         }
-        let Some(function) = self.core.functions.remove(&f) else { return };
+        let Some(function) = self.core.owners.functions.remove(&f) else { return };
         let core = &mut self.core;
         core.keys[function.namespace].remove_function(f, function.keys.into_iter());
         if function.namespace != KeyNamespaces::FIRST {
             core.keys.remove(function.namespace);
         }
-        if let Some(opener) = function.opener.and_then(|f| core.functions.get_mut(&f)) {
+        if let Some(opener) = function.opener.and_then(|f| core.owners.functions.get_mut(&f)) {
             opener.used.functions -= 1;
         }
         // Sorted, so that the order is the same in every run.
@@ -76,15 +78,15 @@ impl Engine {
             core.remove_qp(Qpn::new(n));
         }
         for n in sorted(function.recvs) {
-            core.recvs.remove(n);
+            core.queues.recvs.remove(n);
         }
         for n in sorted(function.cqs) {
-            core.cqs.remove(n);
+            core.queues.cqs.remove(n);
         }
         for n in sorted(function.pds) {
-            core.pds.remove(n);
+            core.owners.pds.remove(n);
         }
-        core.scheduler.remove(function.sched_index);
+        core.queues.scheduler.remove(function.sched_index);
     }
 
     // --- protection domains --------------------------------------------------------------------
@@ -92,10 +94,11 @@ impl Engine {
     /// Creates a PD.
     pub fn alloc_pd(&mut self, f: FunctionId) -> Result<Pdn, Error> {
         let core = &mut self.core;
-        let function = core.functions.get_mut(&f).ok_or(Error::Unknown(Object::Function(f)))?;
+        let function =
+            core.owners.functions.get_mut(&f).ok_or(Error::Unknown(Object::Function(f)))?;
         check_limit("PDs of the function", function.used.pds, function.limits.pds)?;
-        let made = core.pds.insert(|_| true, |_| Pd { function: f, users: 0 });
-        let n = made.ok_or(limit_error("PDs of the NIC", core.pds.capacity()))?;
+        let made = core.owners.pds.insert(|_| true, |_| Pd { function: f, users: 0 });
+        let n = made.map_err(table_error("PDs of the NIC", core.owners.pds.capacity()))?;
         function.used.pds += 1;
         function.pds.insert(n);
         Ok(Pdn::new(n))
@@ -103,10 +106,10 @@ impl Engine {
 
     /// Destroys a PD that no object uses.
     pub fn dealloc_pd(&mut self, f: FunctionId, pd: Pdn) -> Result<(), Error> {
-        let users = self.core.pd(f, pd)?.users;
+        let users = self.core.owners.pd(f, pd)?.users;
         reject_if_used(Object::Pd(pd), users, "keys and queues")?;
-        self.core.pds.remove(pd.raw());
-        let function = self.core.function(f)?;
+        self.core.owners.pds.remove(pd.raw());
+        let function = self.core.owners.function(f)?;
         function.used.pds -= 1;
         function.pds.remove(&pd.raw());
         Ok(())
@@ -127,10 +130,10 @@ impl Engine {
         iova: u64,
         access: Access,
     ) -> Result<Key, Error> {
-        self.core.pd(f, pd)?;
+        self.core.owners.pd(f, pd)?;
         check_region(&mem, iova)?;
         let len = mem.len() as u64;
-        let function = self.core.function(f)?;
+        let function = self.core.owners.function(f)?;
         let bytes = function.used.registered_bytes.saturating_add(len);
         if bytes > function.limits.registered_bytes {
             let limit = function.limits.registered_bytes;
@@ -140,25 +143,25 @@ impl Engine {
         let namespace = function.namespace;
         let access = access | Access::LOCAL_READ;
         let key = self.core.keys[namespace].register(f, pd, mem, iova, access)?;
-        self.core.function(f)?.used.registered_bytes = bytes;
-        self.core.key_made(f, pd, key);
+        self.core.owners.function(f)?.used.registered_bytes = bytes;
+        self.core.owners.key_made(f, pd, key);
         Ok(key)
     }
 
     /// Destroys a region. Rejected while windows are bound to it.
     pub fn dereg_mr(&mut self, f: FunctionId, key: Key) -> Result<(), Error> {
-        let namespace = self.core.function(f)?.namespace;
+        let namespace = self.core.owners.function(f)?.namespace;
         let (pd, len) = self.core.keys[namespace].deregister(f, key)?;
-        self.core.function(f)?.used.registered_bytes -= len;
-        self.core.key_ended(f, pd, key);
+        self.core.owners.function(f)?.used.registered_bytes -= len;
+        self.core.owners.key_ended(f, pd, key);
         Ok(())
     }
 
     /// Creates a free memory window. The returned key has the current tag; binding changes the tag.
     pub fn alloc_mw(&mut self, f: FunctionId, pd: Pdn, kind: MwKind) -> Result<Key, Error> {
-        let namespace = self.core.namespace_for_window(f, pd)?;
+        let namespace = self.core.owners.namespace_for_window(f, pd, self.core.limits.windows)?;
         let key = self.core.keys[namespace].allocate_window(f, pd, kind)?;
-        self.core.window_made(f, pd, key);
+        self.core.owners.window_made(f, pd, key);
         Ok(key)
     }
 
@@ -171,19 +174,19 @@ impl Engine {
         pd: Pdn,
         guard: &GuardSpec,
     ) -> Result<Key, Error> {
-        let namespace = self.core.namespace_for_window(f, pd)?;
+        let namespace = self.core.owners.namespace_for_window(f, pd, self.core.limits.windows)?;
         let key = self.core.keys[namespace].allocate_guarded(f, pd, guard)?;
-        self.core.window_made(f, pd, key);
+        self.core.owners.window_made(f, pd, key);
         Ok(key)
     }
 
     /// Destroys a window, bound or free. The tag of `key` is ignored, because every bind changes
     /// it.
     pub fn dealloc_mw(&mut self, f: FunctionId, key: Key) -> Result<(), Error> {
-        let namespace = self.core.function(f)?.namespace;
+        let namespace = self.core.owners.function(f)?.namespace;
         let pd = self.core.keys[namespace].deallocate_window(f, key)?;
-        self.core.key_ended(f, pd, key);
-        self.core.function(f)?.used.windows -= 1;
+        self.core.owners.key_ended(f, pd, key);
+        self.core.owners.function(f)?.used.windows -= 1;
         Ok(())
     }
 
@@ -194,12 +197,13 @@ impl Engine {
     /// its size.
     pub fn create_cq(&mut self, f: FunctionId, spec: CqSpec) -> Result<Cqn, Error> {
         let core = &mut self.core;
-        let function = core.functions.get_mut(&f).ok_or(Error::Unknown(Object::Function(f)))?;
+        let function =
+            core.owners.functions.get_mut(&f).ok_or(Error::Unknown(Object::Function(f)))?;
         check_limit("CQs of the function", function.used.cqs, function.limits.cqs)?;
         let cq = CompletionQueue::new(f, function.sched_index, spec)?;
         let bytes = function.room_for_rings(cq.ring_bytes())?;
-        let made = core.cqs.insert(|_| true, |_| cq);
-        let n = made.ok_or(limit_error("CQs of the NIC", core.cqs.capacity()))?;
+        let made = core.queues.cqs.insert(|_| true, |_| cq);
+        let n = made.map_err(table_error("CQs of the NIC", core.queues.cqs.capacity()))?;
         function.used.cqs += 1;
         function.used.ring_bytes = bytes;
         function.cqs.insert(n);
@@ -208,11 +212,11 @@ impl Engine {
 
     /// Destroys a CQ to which no QP completes. QPs that WAIT for it fail.
     pub fn destroy_cq(&mut self, f: FunctionId, cqn: Cqn) -> Result<(), Error> {
-        let users = self.core.cq(f, cqn)?.users;
+        let users = self.core.queues.cq(f, cqn)?.users;
         reject_if_used(Object::Cq(cqn), users, "send or receive queues")?;
-        self.core.wake_waiters(cqn);
-        let cq = self.core.cqs.remove(cqn.raw()).expect("looked up above");
-        let function = self.core.function(f)?;
+        self.core.queues.wake_waiters(cqn);
+        let cq = self.core.queues.cqs.remove(cqn.raw()).expect("looked up above");
+        let function = self.core.owners.function(f)?;
         function.used.cqs -= 1;
         function.used.ring_bytes -= cq.ring_bytes();
         function.cqs.remove(&cqn.raw());
@@ -223,31 +227,31 @@ impl Engine {
 
     /// Creates an SRQ. The completions of its WQEs go to the receive CQ of the QP that used them.
     pub fn create_srq(&mut self, f: FunctionId, pd: Pdn, spec: RecvSpec) -> Result<Srqn, Error> {
-        self.core.pd(f, pd)?;
-        let function = self.core.function(f)?;
+        self.core.owners.pd(f, pd)?;
+        let function = self.core.owners.function(f)?;
         check_limit("SRQs of the function", function.used.srqs, function.limits.srqs)?;
         let queue = RecvQueue::new(f, pd, spec, false, true)?;
         let bytes = function.room_for_rings(queue.ring_bytes())?;
-        let n = self.core.insert_recv(queue)?;
-        let function = self.core.function(f)?;
+        let n = self.core.queues.insert_recv(queue)?;
+        let function = self.core.owners.function(f)?;
         function.used.srqs += 1;
         function.used.ring_bytes = bytes;
         function.recvs.insert(n);
-        self.core.pd_mut(pd).users += 1;
+        self.core.owners.pd_mut(pd).users += 1;
         Ok(Srqn::new(n))
     }
 
     /// Destroys an SRQ that no QP uses.
     pub fn destroy_srq(&mut self, f: FunctionId, srqn: Srqn) -> Result<(), Error> {
-        let srq = self.core.srq(f, srqn)?;
+        let srq = self.core.queues.srq(f, srqn)?;
         let pd = srq.pd;
         reject_if_used(Object::Srq(srqn), srq.users, "QPs")?;
-        let srq = self.core.recvs.remove(srqn.raw()).expect("looked up above");
-        let function = self.core.function(f)?;
+        let srq = self.core.queues.recvs.remove(srqn.raw()).expect("looked up above");
+        let function = self.core.owners.function(f)?;
         function.used.srqs -= 1;
         function.used.ring_bytes -= srq.ring_bytes();
         function.recvs.remove(&srqn.raw());
-        self.core.pd_mut(pd).users -= 1;
+        self.core.owners.pd_mut(pd).users -= 1;
         Ok(())
     }
 
@@ -255,13 +259,13 @@ impl Engine {
 
     /// Creates a QP in Reset. Its number has not been used recently, and no window is bound to it.
     pub fn create_qp(&mut self, f: FunctionId, spec: QpSpec) -> Result<Qpn, Error> {
-        self.core.pd(f, spec.pd)?;
-        self.core.cq(f, spec.send_cq)?;
-        self.core.cq(f, spec.recv_cq)?;
+        self.core.owners.pd(f, spec.pd)?;
+        self.core.queues.cq(f, spec.send_cq)?;
+        self.core.queues.cq(f, spec.recv_cq)?;
         if spec.privileged && f != FunctionId::PHYSICAL {
             return Err(Error::NotPermitted { what: "a privileged QP", caller: f });
         }
-        let function = self.core.function(f)?;
+        let function = self.core.owners.function(f)?;
         check_limit("QPs of the function", function.used.qps, function.limits.qps)?;
         let (sched_index, namespace) = (function.sched_index, function.namespace);
         let send = spec.send.map(SendQueue::new).transpose()?;
@@ -270,18 +274,18 @@ impl Engine {
             Recv::None => (None, false, function.room_for_rings(send_bytes)?),
             Recv::Shared(srqn) => {
                 let bytes = function.room_for_rings(send_bytes)?;
-                self.core.srq(f, srqn)?;
+                self.core.queues.srq(f, srqn)?;
                 (Some(srqn.raw()), true, bytes)
             }
             Recv::Own { spec: recv, managed } => {
                 let queue = RecvQueue::new(f, spec.pd, recv, managed, false)?;
                 let bytes = function.room_for_rings(send_bytes + queue.ring_bytes())?;
-                (Some(self.core.insert_recv(queue)?), false, bytes)
+                (Some(self.core.queues.insert_recv(queue)?), false, bytes)
             }
         };
         let core = &mut self.core;
         let keys = &core.keys;
-        let made = core.qps.insert(
+        let made = core.queues.qps.insert(
             |number| !keys.may_have_window(Qpn::new(number)),
             |number| Qp {
                 qpn: Qpn::new(number),
@@ -311,19 +315,22 @@ impl Engine {
                 taken_wqe: None,
             },
         );
-        let Some(number) = made else {
-            if let (Some(n), false) = (recv, recv_shared) {
-                core.recvs.remove(n);
+        let number = match made {
+            Ok(number) => number,
+            Err(error) => {
+                if let (Some(n), false) = (recv, recv_shared) {
+                    core.queues.recvs.remove(n);
+                }
+                return Err(table_error("QPs of the NIC", core.queues.qps.capacity())(error));
             }
-            return Err(limit_error("QPs of the NIC", core.qps.capacity()));
         };
         if let (Some(n), true) = (recv, recv_shared) {
-            core.recvs.get_mut(n).expect("looked up above").users += 1;
+            core.queues.recvs.get_mut(n).expect("looked up above").users += 1;
         }
-        core.cq_mut(spec.send_cq).users += 1;
-        core.cq_mut(spec.recv_cq).users += 1;
-        core.pd_mut(spec.pd).users += 1;
-        let function = core.function(f)?;
+        core.queues.cq_mut(spec.send_cq).users += 1;
+        core.queues.cq_mut(spec.recv_cq).users += 1;
+        core.owners.pd_mut(spec.pd).users += 1;
+        let function = core.owners.function(f)?;
         function.used.qps += 1;
         function.used.ring_bytes = bytes;
         function.qps.insert(number);
@@ -333,9 +340,9 @@ impl Engine {
     /// Destroys a QP. Outstanding work produces no completions. The peer goes to Error at its next
     /// request. Windows bound to the QP stay bound to its number, which no QP has.
     pub fn destroy_qp(&mut self, f: FunctionId, qpn: Qpn) -> Result<(), Error> {
-        self.core.qp(f, qpn)?;
+        self.core.queues.qp(f, qpn)?;
         let bytes = self.core.remove_qp(qpn);
-        let function = self.core.function(f)?;
+        let function = self.core.owners.function(f)?;
         function.used.qps -= 1;
         function.used.ring_bytes -= bytes;
         function.qps.remove(&qpn.raw());
@@ -345,138 +352,59 @@ impl Engine {
     /// Lets the managed send queue of `qpn` execute its WQEs up to building-block index `limit`.
     /// Has the effect of SEND_EN, but is called by the CPU at set-up.
     pub fn enable_send(&mut self, f: FunctionId, qpn: Qpn, limit: u16) -> Result<(), Error> {
-        self.core.qp(f, qpn)?;
-        match &mut self.core.qp_mut(qpn).send {
+        self.core.queues.qp(f, qpn)?;
+        match &mut self.core.queues.qp_mut(qpn).send {
             Some(send) if send.managed => send.limit = limit,
             _ => return Err(Error::NotManaged { qpn, queue: "send" }),
         }
-        self.core.schedule(qpn);
+        self.core.queues.schedule(qpn);
         Ok(())
     }
 
     /// Lets the managed receive queue of `qpn` use its WQEs up to index `limit`. Has the effect of
     /// RECV_EN, but is called by the CPU at set-up.
     pub fn enable_recv(&mut self, f: FunctionId, qpn: Qpn, limit: u16) -> Result<(), Error> {
-        self.core.qp(f, qpn)?;
-        if !self.core.enable_receive(qpn, limit as u32) {
+        self.core.queues.qp(f, qpn)?;
+        if !self.core.queues.enable_receive(qpn, limit as u32) {
             return Err(Error::NotManaged { qpn, queue: "receive" });
         }
         Ok(())
     }
 }
 
-impl Function {
-    /// Returns the bytes of its rings including `more`, or an error if they exceed the limit.
-    pub(super) fn room_for_rings(&self, more: u64) -> Result<u64, Error> {
-        let limit = self.limits.ring_bytes;
-        let bytes = self.used.ring_bytes.saturating_add(more);
-        if bytes > limit {
-            return Err(Error::Limit { what: "bytes of rings of the function", limit });
-        }
-        Ok(bytes)
-    }
-}
-
 impl Core {
-    pub(super) fn function(&mut self, f: FunctionId) -> Result<&mut Function, Error> {
-        self.functions.get_mut(&f).ok_or(Error::Unknown(Object::Function(f)))
-    }
-
-    pub(super) fn pd(&self, f: FunctionId, pd: Pdn) -> Result<&Pd, Error> {
-        owned(self.pds.get(pd.raw()), |p| p.function, f, Object::Pd(pd))
-    }
-
-    pub(super) fn pd_mut(&mut self, pd: Pdn) -> &mut Pd {
-        self.pds.get_mut(pd.raw()).expect("a PD in use exists")
-    }
-
-    pub(super) fn cq(&self, f: FunctionId, cqn: Cqn) -> Result<&CompletionQueue, Error> {
-        owned(self.cqs.get(cqn.raw()), |c| c.function, f, Object::Cq(cqn))
-    }
-
-    pub(super) fn cq_mut(&mut self, cqn: Cqn) -> &mut CompletionQueue {
-        self.cqs.get_mut(cqn.raw()).expect("a CQ in use exists")
-    }
-
-    pub(super) fn srq(&self, f: FunctionId, srqn: Srqn) -> Result<&RecvQueue, Error> {
-        let shared = self.recvs.get(srqn.raw()).filter(|r| r.shared);
-        owned(shared, |r| r.function, f, Object::Srq(srqn))
-    }
-
-    pub(super) fn qp(&self, f: FunctionId, qpn: Qpn) -> Result<&Qp, Error> {
-        owned(self.qps.get(qpn.raw()), |q| q.function, f, Object::Qp(qpn))
-    }
-
-    pub(super) fn qp_mut(&mut self, qpn: Qpn) -> &mut Qp {
-        self.qps.get_mut(qpn.raw()).expect("the QP was looked up above")
-    }
-
-    fn insert_recv(&mut self, queue: RecvQueue) -> Result<u32, Error> {
-        let made = self.recvs.insert(|_| true, |_| queue);
-        made.ok_or(limit_error("receive queues of the NIC", self.recvs.capacity()))
-    }
-
-    /// Returns the key namespace of `f` if the function may have one more window.
-    fn namespace_for_window(&mut self, f: FunctionId, pd: Pdn) -> Result<Namespace, Error> {
-        self.pd(f, pd)?;
-        let nic_limit = self.limits.windows;
-        let Function { limits, used, namespace, .. } = self.function(f)?;
-        check_limit("keys of the function", used.keys, limits.keys)?;
-        check_limit("windows of the function", used.windows, limits.windows.min(nic_limit))?;
-        Ok(*namespace)
-    }
-
-    fn window_made(&mut self, f: FunctionId, pd: Pdn, key: Key) {
-        self.key_made(f, pd, key);
-        self.functions.get_mut(&f).expect("the calling function exists").used.windows += 1;
-    }
-
-    pub(super) fn key_made(&mut self, f: FunctionId, pd: Pdn, key: Key) {
-        self.pd_mut(pd).users += 1;
-        let function = self.functions.get_mut(&f).expect("the calling function exists");
-        function.used.keys += 1;
-        function.keys.insert(key.index());
-    }
-
-    fn key_ended(&mut self, f: FunctionId, pd: Pdn, key: Key) {
-        self.pd_mut(pd).users -= 1;
-        let function = self.functions.get_mut(&f).expect("the calling function exists");
-        function.used.keys -= 1;
-        function.keys.remove(&key.index());
-    }
-
     /// Destroys a QP and all references to it. Returns the bytes of its rings.
     fn remove_qp(&mut self, qpn: Qpn) -> u64 {
-        self.leave(qpn);
+        self.queues.leave(qpn);
         self.disconnect(qpn);
         // A peer that waits for a receive WQE of this QP is woken and fails.
-        let peer = self.qp_mut(qpn).peer;
-        self.wake_peer(qpn);
-        let qp = self.qps.remove(qpn.raw()).expect("the QP was looked up above");
+        let peer = self.queues.qp_mut(qpn).peer;
+        self.queues.wake_peer(qpn);
+        let qp = self.queues.qps.remove(qpn.raw()).expect("the QP was looked up above");
         // Disconnects the peer, which must not communicate with a later QP of the same number.
         if let Peer::Local(peer) = peer
-            && let Some(peer) = self.qps.get_mut(peer.raw())
+            && let Some(peer) = self.queues.qps.get_mut(peer.raw())
             && peer.peer == Peer::Local(qpn)
         {
             peer.peer = Peer::None;
         }
-        self.cq_mut(qp.send_cq).users -= 1;
-        self.cq_mut(qp.recv_cq).users -= 1;
-        self.pd_mut(qp.pd).users -= 1;
+        self.queues.cq_mut(qp.send_cq).users -= 1;
+        self.queues.cq_mut(qp.recv_cq).users -= 1;
+        self.owners.pd_mut(qp.pd).users -= 1;
         let sends = qp.send.as_ref().map_or(0, SendQueue::ring_bytes);
         let Some(n) = qp.recv else { return sends };
         if qp.recv_shared {
-            self.recvs.get_mut(n).expect("an SRQ in use exists").users -= 1;
+            self.queues.recvs.get_mut(n).expect("an SRQ in use exists").users -= 1;
             return sends;
         }
-        sends + self.recvs.remove(n).expect("a QP's own receive queue exists").ring_bytes()
+        sends + self.queues.recvs.remove(n).expect("a QP's own receive queue exists").ring_bytes()
     }
 
     pub(super) fn reset_qp(&mut self, qpn: Qpn) {
-        self.leave(qpn);
-        self.wake_peer(qpn);
+        self.queues.leave(qpn);
+        self.queues.wake_peer(qpn);
         self.disconnect(qpn);
-        let qp = self.qp_mut(qpn);
+        let qp = self.queues.qp_mut(qpn);
         qp.drop_partial();
         qp.taken_wqe = None;
         qp.state = QpState::Reset;
@@ -486,33 +414,9 @@ impl Core {
         }
         let (Some(n), shared) = (qp.recv, qp.recv_shared) else { return };
         if !shared {
-            self.recvs.get_mut(n).expect("a QP's own receive queue exists").reset();
+            self.queues.recvs.get_mut(n).expect("a QP's own receive queue exists").reset();
         }
     }
-}
-
-fn owned<T>(
-    found: Option<&T>,
-    function: impl Fn(&T) -> FunctionId,
-    caller: FunctionId,
-    object: Object,
-) -> Result<&T, Error> {
-    let found = found.ok_or(Error::Unknown(object))?;
-    if function(found) != caller {
-        return Err(Error::Foreign { object, caller });
-    }
-    Ok(found)
-}
-
-fn check_limit(what: &'static str, used: u32, limit: u32) -> Result<(), Error> {
-    if used >= limit {
-        return Err(Error::Limit { what, limit: limit as u64 });
-    }
-    Ok(())
-}
-
-fn limit_error(what: &'static str, limit: u32) -> Error {
-    Error::Limit { what, limit: limit as u64 }
 }
 
 fn reject_if_used(object: Object, users: u32, by: &'static str) -> Result<(), Error> {

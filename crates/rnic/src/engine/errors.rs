@@ -1,7 +1,6 @@
 //! The error state of QPs: transitions to it, their events, and the flush of outstanding work.
 
-use super::Core;
-use crate::spec::Event;
+use super::core::Core;
 use verbs::cqe::{self, Cqe, Syndrome};
 use verbs::{AsyncEvent, QpState, Qpn};
 
@@ -20,7 +19,7 @@ impl Core {
     }
 
     fn move_to_error(&mut self, qpn: Qpn, why: Option<Syndrome>, by_peer: bool) {
-        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return };
+        let Some(qp) = self.queues.qps.get_mut(qpn.raw()) else { return };
         if qp.state == QpState::Error {
             return;
         }
@@ -28,33 +27,31 @@ impl Core {
         qp.drop_partial();
         if let Some(syndrome) = why.filter(|_| !qp.reported) {
             qp.reported = true;
-            let event = AsyncEvent::QpError { qpn, syndrome, by_peer };
-            self.events.push_back(Event::Async { function: qp.function, event });
+            self.events.raise(qp.function, AsyncEvent::QpError { qpn, syndrome, by_peer });
         }
         if qp.taken_wqe.is_some() {
             self.flush_taken(qpn);
         }
-        let qp = self.qps.get_mut(qpn.raw()).expect("looked up above");
+        let qp = self.queues.qps.get_mut(qpn.raw()).expect("looked up above");
         if qp.recv_shared && !qp.last_wqe_reported {
             qp.last_wqe_reported = true;
-            let event = AsyncEvent::LastWqeReached { qpn };
-            self.events.push_back(Event::Async { function: qp.function, event });
+            self.events.raise(qp.function, AsyncEvent::LastWqeReached { qpn });
         }
         let own = qp.recv.filter(|_| !qp.recv_shared && !qp.flushing);
-        if own.and_then(|n| self.recvs.get(n)).is_some_and(|r| !r.managed) {
+        if own.and_then(|n| self.queues.recvs.get(n)).is_some_and(|r| !r.managed) {
             qp.flushing = true;
             self.record_poller.add_flushing(qpn);
         }
-        self.leave(qpn);
-        self.wake_peer(qpn);
-        self.schedule(qpn);
+        self.queues.leave(qpn);
+        self.queues.wake_peer(qpn);
+        self.queues.schedule(qpn);
     }
 
     /// Completes, as flushed, the receive WQE of a shared queue that a partly received message has
     /// taken.
     #[cold]
     fn flush_taken(&mut self, qpn: Qpn) {
-        let qp = self.qps.get_mut(qpn.raw()).expect("looked up above");
+        let qp = self.queues.qps.get_mut(qpn.raw()).expect("looked up above");
         let Some(counter) = qp.taken_wqe.take() else { return };
         let cqe = Cqe {
             opcode: cqe::opcode::RESP_ERR,
@@ -73,7 +70,7 @@ impl Core {
     /// WQEs first. Returns false if no WQE is outstanding.
     #[cold]
     pub fn flush(&mut self, qpn: Qpn) -> bool {
-        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return false };
+        let Some(qp) = self.queues.qps.get_mut(qpn.raw()) else { return false };
         let mut cqe = Cqe {
             qpn,
             error: Some(cqe::CqeError { syndrome: Syndrome::Flushed as u8, vendor: 0 }),
@@ -92,7 +89,7 @@ impl Core {
         } else {
             cqn = qp.recv_cq;
             let own = qp.recv.filter(|_| !qp.recv_shared);
-            let Some(recv) = own.and_then(|n| self.recvs.get_mut(n)) else { return false };
+            let Some(recv) = own.and_then(|n| self.queues.recvs.get_mut(n)) else { return false };
             if recv.managed || recv.credits() == 0 {
                 return false;
             }
@@ -101,17 +98,8 @@ impl Core {
             recv.advance();
         }
         self.stats.flushed += 1;
-        self.work += super::WQE_WORK;
+        self.work += super::core::WQE_WORK;
         self.push_cqe(cqn, &cqe);
         true
-    }
-
-    /// Returns the number of receive WQEs that a QP in Error has to flush. The WQEs of a managed
-    /// queue are not flushed: they are part of a chain, and a QP that WAITs for requests would
-    /// count their completions as requests.
-    pub fn flushable(&self, qpn: Qpn) -> u32 {
-        let Some(qp) = self.qps.get(qpn.raw()) else { return 0 };
-        let own = qp.recv.filter(|_| !qp.recv_shared && qp.state == QpState::Error);
-        own.and_then(|n| self.recvs.get(n)).filter(|r| !r.managed).map_or(0, |r| r.credits())
     }
 }

@@ -3,10 +3,10 @@
 //! Order of checks: the WQE's form, the local side, then the peer and the remote side. No data is
 //! moved before all checks have passed, so a failed WQE has changed nothing.
 
-use super::Core;
+use super::core::Core;
 use super::local_wqe::{Fault, LocalWqe};
 use super::respond::{Delivery, Message, RemoteAccess};
-use crate::dma::{Span, copy_lists};
+use crate::dma::copy_lists;
 use crate::engine::queue::Waiting;
 use verbs::cqe::Syndrome;
 use verbs::wqe::{Control, Remote, Sge, Sges, Umr, Wqe, decode};
@@ -32,7 +32,7 @@ pub(super) enum Progress {
 const DISCARDED_SLICES: u64 = 4;
 
 /// Smallest page size in bytes. Shorter zeros discard no page.
-const PAGE: u64 = 4096;
+const PAGE: u64 = units::PAGE_BYTES as u64;
 
 impl Core {
     /// Executes a fetched WQE from byte `done`. Always inlined: otherwise a NOP takes 50% longer.
@@ -60,7 +60,7 @@ impl Core {
                 self.atomic(me, at, old, |word| Some(add_in_fields(word, add, boundary)))
             }
             Wqe::Send { from, imm, invalidate } => {
-                let len = self.gather(me, from)?;
+                let len = self.scratch.gather(&self.keys, me, from)?;
                 if len > self.limits.send_bytes_max as u64 {
                     return Err(Syndrome::LocalLength.into());
                 }
@@ -73,7 +73,7 @@ impl Core {
                 Ok(Progress::Done(0))
             }
             Wqe::Wait { cqn, index } => {
-                let cq = self.cqs.get(cqn.raw()).filter(|c| c.function == me.function);
+                let cq = self.queues.cqs.get(cqn.raw()).filter(|c| c.function == me.function);
                 let cq = cq.ok_or(Syndrome::LocalQpOperation)?;
                 if cq.reached(index) {
                     return Ok(Progress::Done(0));
@@ -81,7 +81,8 @@ impl Core {
                 Ok(Progress::Blocked { on: Waiting::Count(cqn), done: 0 })
             }
             Wqe::SendEnable { qpn, index } => {
-                let target = self.qps.get_mut(qpn.raw()).filter(|q| q.function == me.function);
+                let target =
+                    self.queues.qps.get_mut(qpn.raw()).filter(|q| q.function == me.function);
                 let target = target.ok_or(Syndrome::LocalQpOperation)?;
                 let reset = target.state == QpState::Reset;
                 match &mut target.send {
@@ -95,14 +96,14 @@ impl Core {
                     _ => return Err(Syndrome::LocalQpOperation.into()),
                 }
                 if qpn != me.qpn {
-                    self.schedule(qpn);
+                    self.queues.schedule(qpn);
                 }
                 Ok(Progress::Done(0))
             }
             Wqe::ReceiveEnable { qpn, index } => {
-                let target = self.qps.get(qpn.raw()).filter(|q| q.function == me.function);
+                let target = self.queues.qps.get(qpn.raw()).filter(|q| q.function == me.function);
                 let target = target.ok_or(Syndrome::LocalQpOperation)?;
-                if target.state != QpState::Reset && !self.enable_receive(qpn, index) {
+                if target.state != QpState::Reset && !self.queues.enable_receive(qpn, index) {
                     return Err(Syndrome::LocalQpOperation.into());
                 }
                 Ok(Progress::Done(0))
@@ -131,8 +132,8 @@ impl Core {
         imm: Option<u32>,
         mut done: u64,
     ) -> Result<Progress, Fault> {
-        let len = self.gather(me, from)?;
-        if len > super::RDMA_BYTES_MAX {
+        let len = self.scratch.gather(&self.keys, me, from)?;
+        if len > super::core::RDMA_BYTES_MAX {
             return Err(Syndrome::LocalLength.into());
         }
         let peer = self.responder(me)?;
@@ -181,9 +182,9 @@ impl Core {
         to: Sges<'_>,
         done: u64,
     ) -> Result<Progress, Fault> {
-        self.list_local(me, to, Access::LOCAL_WRITE)?;
+        self.scratch.list_local(&self.keys, me, to, Access::LOCAL_WRITE)?;
         let len = self.scratch.local.total();
-        if len > super::RDMA_BYTES_MAX {
+        if len > super::core::RDMA_BYTES_MAX {
             return Err(Syndrome::LocalLength.into());
         }
         let peer = self.responder(me)?;
@@ -256,33 +257,6 @@ impl Core {
                 Ok(Progress::Blocked { on, done })
             }
         }
-    }
-
-    // --- the local side ------------------------------------------------------------------------
-
-    /// Checks the SGEs to gather into `scratch.local`; returns their total length.
-    #[inline]
-    pub fn gather(&mut self, me: &LocalWqe, from: Sges<'_>) -> Result<u64, Fault> {
-        match from {
-            Sges::List(_) => self.list_local(me, from, Access::LOCAL_READ)?,
-            Sges::Inline(data) => {
-                self.scratch.local.clear();
-                self.scratch.local.push(Span::of_bytes(data));
-            }
-        }
-        Ok(self.scratch.local.total())
-    }
-
-    #[inline(always)]
-    pub fn list_local(&mut self, me: &LocalWqe, list: Sges<'_>, need: Access) -> Result<(), Fault> {
-        let local = &mut self.scratch.local;
-        local.clear();
-        for sge in list.iter() {
-            let span =
-                self.keys[me.namespace].local(sge.lkey, sge.addr, sge.len as u64, need, me.pd);
-            local.push(span.map_err(Fault::local)?);
-        }
-        Ok(())
     }
 }
 

@@ -3,7 +3,7 @@
 //!
 //! These functions change nothing, and the data path does not use them.
 
-use super::Core;
+use super::core::Core;
 use crate::engine::qp::Peer;
 use crate::engine::queue::Fetched;
 use crate::key_namespaces::KeyNamespaces;
@@ -54,7 +54,7 @@ pub struct Reachability {
 impl Core {
     /// See [`super::Engine::next_target`].
     pub fn next_target(&self, wqe: &mut Fetched, qpn: Qpn) -> Option<Target> {
-        let qp = self.qps.get(qpn.raw())?;
+        let qp = self.queues.qps.get(qpn.raw())?;
         let executes = qp.state == QpState::ReadyToSend;
         let send = qp.send.as_ref().filter(|s| executes && s.pending() > 0)?;
         let ctrl = match &qp.partial {
@@ -79,7 +79,7 @@ impl Core {
             _ => return None,
         };
         let peer = match qp.peer {
-            Peer::Local(peer) => self.qps.get(peer.raw()),
+            Peer::Local(peer) => self.queues.qps.get(peer.raw()),
             Peer::None | Peer::Remote(_) => None,
         };
         let namespace = peer.map_or(KeyNamespaces::FIRST, |peer| peer.namespace);
@@ -89,9 +89,9 @@ impl Core {
     /// See [`super::Engine::reachability`].
     pub fn reachability(&self, start: u64, len: u64, into: &mut Vec<Reachability>) {
         let keys = self.keys.keys_over(start, len);
-        for (number, qp) in self.qps.iter() {
+        for (number, qp) in self.queues.qps.iter() {
             let Peer::Local(requester) = qp.peer else { continue };
-            let Some(asks) = self.qps.get(requester.raw()) else { continue };
+            let Some(asks) = self.queues.qps.get(requester.raw()) else { continue };
             if !qp.responds() || asks.peer != Peer::Local(Qpn::new(number)) {
                 continue;
             }
@@ -116,6 +116,6 @@ impl Core {
 
     /// See [`super::Engine::function_of`].
     pub fn function_of(&self, qpn: Qpn) -> Option<FunctionId> {
-        self.qps.get(qpn.raw()).map(|qp| qp.function)
+        self.queues.qps.get(qpn.raw()).map(|qp| qp.function)
     }
 }

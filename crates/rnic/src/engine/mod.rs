@@ -5,7 +5,7 @@
 //!   verbs (control.rs) ──> tables: functions, PDs, keys, CQs, receive queues, QPs
 //!                             │
 //!   doorbell() ──> ready QPs ──> poll() ── quantum (poll.rs) ── WQE: fetch, decode, check
-//!         (run_queue.rs,           next function: scheduler.rs    │
+//!         (queues.rs,           next function: scheduler.rs    │
 //!          by function)                                           ▼
 //!                 ▲                                     requester (execute.rs)
 //!                 │ wake: completion counted, RECV_EN, SEND_EN,   │ admit, deliver
@@ -29,48 +29,37 @@
 
 mod attributes;
 mod control;
+mod core;
 mod errors;
+mod events;
 mod execute;
 mod inspect;
 mod local_wqe;
+mod owners;
 mod poll;
 pub(crate) mod qp;
 mod qp_list;
 pub(crate) mod queue;
+mod queues;
 mod record_poller;
 mod remote;
 mod respond;
-mod run_queue;
 mod scheduler;
+mod scratch;
 mod stepped;
 #[cfg(test)]
 pub(crate) mod tests;
 
-use crate::dma::SpanList;
-use crate::engine::qp::Qp;
-use crate::engine::queue::{CompletionQueue, Fetched, RECV_STRIDE_MAX, RecvQueue};
-use crate::key_namespaces::{KeyNamespaces, Namespace};
-use crate::limits::{FunctionLimits, Limits};
+use self::core::Core;
+use crate::limits::Limits;
 use crate::spec::{Event, Stats};
-use crate::table::Table;
 use crate::wire::{Outbox, WireStats};
 pub use inspect::{Reachability, Target};
+use queue::Fetched;
 pub use remote::AckDelay;
-use scheduler::Scheduler;
-use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 pub use stepped::{Next, NextKind, StepOutcome};
-use verbs::{AsyncEvent, Cqn, FunctionId, KeyIndex, Qpn};
-
-/// Maximum length in bytes of a READ or WRITE (IBTA vol. 1, §9.7).
-const RDMA_BYTES_MAX: u64 = 1 << 31;
-
-/// Scheduling cost of fetching and decoding a WQE, of each of its segments, and of a completion, in
-/// bytes that the NIC could move in the same time.
-const WQE_WORK: u64 = 64;
-/// Scheduling cost of a QP that has nothing to execute in its quantum: its cache lines were loaded
-/// in vain.
-const EMPTY_QUANTUM_WORK: u64 = 256;
+use verbs::{Cqn, FunctionId, Qpn};
 
 /// The software NIC. See the module documentation.
 pub struct Engine {
@@ -79,106 +68,17 @@ pub struct Engine {
     wqe: Box<Fetched>,
 }
 
-/// The whole state but the WQE in execution. Separate, so that a decoded WQE can borrow the buffer
-/// while this state changes.
-struct Core {
-    limits: Limits,
-    now_ns: u64,
-    functions: HashMap<FunctionId, Function>,
-    next_function: u32,
-    pds: Table<Pd>,
-    keys: KeyNamespaces,
-    cqs: Table<CompletionQueue>,
-    recvs: Table<RecvQueue>,
-    qps: Table<Qp>,
-    /// Schedules the functions that have ready QPs.
-    scheduler: Scheduler,
-    /// Work since the NIC was created, in bytes moved.
-    work: u64,
-    /// CQs that received a completion in the current `poll`.
-    touched: Vec<Cqn>,
-    record_poller: record_poller::RecordPoller,
-    wire: remote::RemoteState,
-    events: VecDeque<Event>,
-    stats: Stats,
-    scratch: Box<Scratch>,
-    /// Current slice length of READs and WRITEs, in bytes.
-    slice: u64,
-}
-
-/// Buffers for the SGE lists of one WQE.
-struct Scratch {
-    /// The requester's SGEs after their checks.
-    local: SpanList,
-    /// The receive WQE's SGEs after their checks.
-    receive: SpanList,
-    recv_wqe: [u8; RECV_STRIDE_MAX as usize],
-}
-
-/// A function: its limits and the objects that it owns.
-struct Function {
-    limits: FunctionLimits,
-    used: FunctionLimits,
-    sched_index: u32,
-    /// The namespace of its keys.
-    namespace: Namespace,
-    /// The function that opened this one, if a function did.
-    opener: Option<FunctionId>,
-    keys: HashSet<KeyIndex>,
-    /// Numbers of its QPs. The sets below contain its CQs, shared receive queues and PDs.
-    qps: HashSet<u32>,
-    cqs: HashSet<u32>,
-    recvs: HashSet<u32>,
-    pds: HashSet<u32>,
-}
-
-/// A protection domain.
-struct Pd {
-    function: FunctionId,
-    /// Number of keys, QPs and SRQs in this PD.
-    users: u32,
-}
-
 impl Engine {
     /// Creates a NIC with its physical function.
     pub fn new(limits: Limits) -> Self {
-        let physical =
-            Function::new(FunctionLimits::NONE, Scheduler::PHYSICAL, KeyNamespaces::FIRST);
-        let core = Core {
-            now_ns: 0,
-            functions: HashMap::from([(FunctionId::PHYSICAL, physical)]),
-            next_function: 1,
-            pds: Table::new(limits.pds),
-            keys: KeyNamespaces::new(limits.keys),
-            cqs: Table::new(limits.cqs),
-            recvs: Table::new(limits.recvs),
-            qps: match limits.random {
-                None => Table::new(limits.qps),
-                Some(random) => Table::scattered(limits.qps, random),
-            },
-            scheduler: Scheduler::new(&limits),
-            work: 0,
-            touched: Vec::with_capacity(64),
-            record_poller: record_poller::RecordPoller::default(),
-            wire: remote::RemoteState::new(limits.wire.as_ref()),
-            events: VecDeque::with_capacity(64),
-            stats: Stats::default(),
-            scratch: Box::new(Scratch {
-                local: SpanList::new(),
-                receive: SpanList::new(),
-                recv_wqe: [0; RECV_STRIDE_MAX as usize],
-            }),
-            slice: limits.slice_bytes.max(1) as u64,
-            limits,
-        };
-        Self { core, wqe: Box::new(Fetched::new()) }
+        Self { core: Core::new(limits), wqe: Box::new(Fetched::new()) }
     }
 
     /// Handles a send doorbell: the unmanaged send queue of `qpn` has WQEs up to building-block
     /// index `producer`. The port has checked that the client owns the QP. A doorbell is ignored if
     /// the QP is unknown or cannot accept it. Returns true if the QP then has work.
     pub fn doorbell(&mut self, qpn: Qpn, producer: u16) -> bool {
-        self.core.doorbell(qpn, producer)
+        self.core.queues.doorbell(qpn, producer)
     }
 
     /// Executes up to `budget` WQEs, or slices of WQEs, of the ready QPs, at time `now_ns` (which
@@ -192,13 +92,14 @@ impl Engine {
     /// Returns true if `poll` has something to execute. Only the next few receive doorbell records
     /// are polled for this answer; `next_timeout` covers the rest.
     pub fn has_ready(&self) -> bool {
-        self.core.has_ready()
+        self.core.queues.scheduler.is_active()
+            || self.core.record_poller.has_ready(&self.core.queues)
     }
 
     /// Returns the QPs of which `poll` could execute a WQE next, in the order of their numbers. For
     /// callers that schedule QPs themselves with [`Engine::step`].
     pub fn ready_qps(&self) -> Vec<Qpn> {
-        self.core.ready_qps()
+        self.core.queues.ready_qps()
     }
 
     /// Executes one WQE (or a slice, or the flush of a WQE) of `qpn` at time `now_ns`, ahead of all
@@ -213,8 +114,9 @@ impl Engine {
     /// the run queue. The caller must call [`Engine::step_reported`] for each of them. A QP may be
     /// reported again before that, when it gets more work.
     pub fn take_ready(&mut self, into: &mut Vec<Qpn>) {
-        self.core.poll_all_records();
-        self.core.drain_ready(into);
+        let Core { record_poller, queues, now_ns, .. } = &mut self.core;
+        record_poller.poll_all(queues, *now_ns);
+        queues.drain_ready(into);
     }
 
     /// Returns the next operation of `qpn`; `None` if it has none, or does not exist.
@@ -331,58 +233,19 @@ impl Engine {
 
     /// Returns whether the engine polls the doorbell records of any receive queue.
     pub fn polls_receive_records(&self) -> bool {
-        self.core.polls_receive_records()
+        self.core.record_poller.is_polling()
     }
 
     /// Takes the events since the last call. An event that was not taken is not raised again for
     /// the same object, so at most two events per CQ and QP are pending. The event of an SRQ's
     /// limit must be armed each time.
     pub fn take_events(&mut self) -> impl Iterator<Item = Event> + '_ {
-        let Core { events, cqs, qps, .. } = &mut self.core;
-        events.drain(..).inspect(|event| match event {
-            Event::Completion(cqn) => _ = cqs.get_mut(cqn.raw()).map(|cq| cq.reported = false),
-            Event::Async { event: AsyncEvent::QpError { qpn, .. }, .. } => {
-                _ = qps.get_mut(qpn.raw()).map(|qp| qp.reported = false);
-            }
-            Event::Async { event: AsyncEvent::LastWqeReached { qpn }, .. } => {
-                _ = qps.get_mut(qpn.raw()).map(|qp| qp.last_wqe_reported = false);
-            }
-            Event::Async { event: AsyncEvent::CqOverrun { .. }, .. }
-            | Event::Async { event: AsyncEvent::SrqLimit { .. }, .. } => {}
-        })
+        let Core { events, queues, .. } = &mut self.core;
+        events.take(queues)
     }
 
     /// Counters.
     pub fn stats(&self) -> &Stats {
         &self.core.stats
-    }
-}
-
-impl Function {
-    fn new(limits: FunctionLimits, sched_index: u32, namespace: Namespace) -> Self {
-        let used = FunctionLimits {
-            pds: 0,
-            qps: 0,
-            cqs: 0,
-            srqs: 0,
-            keys: 0,
-            windows: 0,
-            functions: 0,
-            registered_bytes: 0,
-            ring_bytes: 0,
-            remote_peers: 0,
-        };
-        Self {
-            limits,
-            used,
-            sched_index,
-            namespace,
-            opener: None,
-            keys: HashSet::new(),
-            qps: HashSet::new(),
-            cqs: HashSet::new(),
-            recvs: HashSet::new(),
-            pds: HashSet::new(),
-        }
     }
 }

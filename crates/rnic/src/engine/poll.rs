@@ -9,17 +9,14 @@
 //!                            +--- wake --- waiters of a CQ (WAIT) or of a receive queue (RNR) <+
 //! ```
 //!
-//! `scheduler.rs` selects the function, `run_queue.rs` has the lists.
+//! `scheduler.rs` selects the function, `queues.rs` has the lists.
 
+use super::core::{Core, EMPTY_QUANTUM_WORK, WQE_WORK};
 use super::execute::Progress;
 use super::local_wqe::{Fault, LocalWqe};
 use super::qp_list::InList;
-use super::{Core, EMPTY_QUANTUM_WORK, WQE_WORK};
-use crate::engine::qp::Qp;
-use crate::engine::queue::Fetched;
+use crate::engine::queue::{Fetched, Waiting};
 use crate::limits::Limits;
-use crate::spec::Event;
-use std::sync::atomic::{Ordering, fence};
 use verbs::cqe::{self, Cqe, Syndrome};
 use verbs::wqe::Control;
 use verbs::{AsyncEvent, Cqn, QpState, Qpn, Srqn};
@@ -50,50 +47,14 @@ struct Done {
 }
 
 impl Core {
-    #[inline]
-    pub fn doorbell(&mut self, qpn: Qpn, producer: u16) -> bool {
-        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return false };
-        match &mut qp.send {
-            Some(send) if !send.managed && qp.state != QpState::Reset => send.doorbell(producer),
-            _ => return false,
-        }
-        let Some(qp) = self.qps.get(qpn.raw()) else { return false };
-        let work = self.has_work(qp);
-        if work && qp.in_list == InList::None {
-            self.make_ready(qpn);
-        }
-        work
-    }
-
-    /// Makes a QP ready if it has work and is in no list.
-    #[inline(never)]
-    pub fn schedule(&mut self, qpn: Qpn) {
-        let Some(qp) = self.qps.get(qpn.raw()) else { return };
-        if qp.in_list == InList::None && self.has_work(qp) {
-            self.make_ready(qpn);
-        }
-    }
-
-    #[inline]
-    fn has_work(&self, qp: &Qp) -> bool {
-        if let Some(connection) = &qp.remote {
-            return self.remote_has_work(qp, connection);
-        }
-        match qp.state {
-            QpState::ReadyToSend => qp.pending() > 0,
-            QpState::Error => qp.pending() > 0 || self.flushable(qp.qpn) > 0,
-            _ => false,
-        }
-    }
-
     pub fn poll(&mut self, wqe: &mut Fetched, now_ns: u64, budget: usize) -> usize {
         self.now_ns = now_ns;
-        self.poll_records();
+        self.record_poller.poll(&mut self.queues, now_ns);
         if self.wire.deadline_ns().is_some_and(|at| at <= now_ns) {
             self.run_timers();
         }
         let Limits { slice_bytes, shared_slice_bytes, .. } = self.limits;
-        let (slice, quanta) = if self.scheduler.is_shared() {
+        let (slice, quanta) = if self.queues.scheduler.is_shared() {
             (shared_slice_bytes, 1)
         } else {
             (slice_bytes, SOLE_QUANTA)
@@ -102,12 +63,12 @@ impl Core {
         let end = self.work + quanta * self.limits.function_turn.max(1) as u64;
         let mut done = Done::default();
         while done.steps < budget && self.work < end && !self.wire.outbox.is_stalled() {
-            let Some(sched_index) = self.scheduler.next() else { break };
+            let Some(sched_index) = self.queues.scheduler.next() else { break };
             self.run_quantum(sched_index, wqe, budget, end, &mut done);
         }
-        self.raise_completion_events();
+        self.events.raise_completions(&mut self.queues.cqs);
         // Steps that executed nothing do not mean that no work is left.
-        if done.executed == 0 && self.scheduler.is_active() { 1 } else { done.executed }
+        if done.executed == 0 && self.queues.scheduler.is_active() { 1 } else { done.executed }
     }
 
     /// Runs the quantum, or a part of it, of the first ready QP of a function. The QP stays at the
@@ -121,13 +82,13 @@ impl Core {
         end: u64,
         done: &mut Done,
     ) {
-        let queue = self.scheduler.function(sched_index);
+        let queue = self.queues.scheduler.function(sched_index);
         let (ready_list, left) = (queue.ready, queue.deficit);
         let Some(qpn) = ready_list.first() else {
-            self.scheduler.spend(sched_index, 0);
+            self.queues.scheduler.spend(sched_index, 0);
             return;
         };
-        let qp = self.qps.get_mut(qpn.raw()).expect("a ready QP exists");
+        let qp = self.queues.qps.get_mut(qpn.raw()).expect("a ready QP exists");
         // The QP may come from the waiters of a CQ, which are appended without changing each QP.
         qp.in_list = InList::Ready;
         let quantum = if ready_list.has_one() {
@@ -141,8 +102,8 @@ impl Core {
                 // The QP still has debt. Skipping it also costs work, because a function may have
                 // many QPs with debt.
                 self.work += WQE_WORK;
-                self.requeue(sched_index, qpn);
-                self.scheduler.spend(sched_index, WQE_WORK as i64);
+                self.queues.requeue(sched_index, qpn);
+                self.queues.scheduler.spend(sched_index, WQE_WORK as i64);
                 done.steps += 1;
                 return;
             }
@@ -168,35 +129,14 @@ impl Core {
             self.work += EMPTY_QUANTUM_WORK;
         }
         let work = (self.work - start) as i64;
-        self.end_qp_quantum(sched_index, qpn, work);
-        self.scheduler.spend(sched_index, work);
-    }
-
-    /// Updates a QP's list and the rest of its quantum after `work`.
-    #[inline]
-    fn end_qp_quantum(&mut self, sched_index: u32, qpn: Qpn, work: i64) {
-        let ready_list = self.scheduler.function(sched_index).ready;
-        let qp = self.qps.get(qpn.raw()).expect("a QP is not destroyed during its quantum");
-        // Otherwise the QP waits, or has failed and has nothing to flush.
-        let ready = qp.in_list == InList::Ready;
-        let alone = if ready { ready_list.has_one() } else { ready_list.is_empty() };
-        let left = if alone { 0 } else { qp.deficit - work };
-        let continues = ready && self.has_work(qp);
-        if ready && !continues {
-            self.leave(qpn);
-        } else if continues && !alone && left <= 0 {
-            self.requeue(sched_index, qpn);
-        }
-        // A QP without work loses the rest of its quantum; a waiting QP keeps it.
-        let waits = !ready && self.qps.get(qpn.raw()).is_some_and(|qp| qp.in_list != InList::None);
-        let qp = self.qps.get_mut(qpn.raw()).expect("a QP is not destroyed during its quantum");
-        qp.deficit = if continues || waits { left } else { left.min(0) };
+        self.queues.end_qp_quantum(sched_index, qpn, work);
+        self.queues.scheduler.spend(sched_index, work);
     }
 
     /// Executes the QP's next WQE, or the next slice of the WQE in progress.
     #[inline]
     pub(super) fn step(&mut self, qpn: Qpn, wqe: &mut Fetched) -> Step {
-        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return Step::Idle };
+        let Some(qp) = self.queues.qps.get_mut(qpn.raw()) else { return Step::Idle };
         if qp.remote.is_some() {
             return self.step_remote(qpn, wqe);
         }
@@ -217,14 +157,15 @@ impl Core {
         match self.execute(&me, &ctrl, wqe.bytes(), done) {
             Ok(Progress::Done(bytes)) => self.complete(&me, &ctrl, bytes),
             Ok(Progress::Part(done)) => {
-                self.qps
+                self.queues
+                    .qps
                     .get_mut(qpn.raw())
                     .expect("the executing QP exists")
                     .suspend_wqe(wqe, done);
                 Step::Executed
             }
             Ok(Progress::Blocked { on, done }) => {
-                let qp = self.qps.get_mut(qpn.raw()).expect("the executing QP exists");
+                let qp = self.queues.qps.get_mut(qpn.raw()).expect("the executing QP exists");
                 if done > 0 {
                     qp.suspend_wqe(wqe, done);
                 }
@@ -242,7 +183,7 @@ impl Core {
     #[inline]
     fn complete(&mut self, me: &LocalWqe, ctrl: &Control, bytes: u64) -> Step {
         self.stats.wqes[(ctrl.opcode & 0x3f) as usize] += 1;
-        let qp = self.qps.get_mut(me.qpn.raw()).expect("the executing QP exists");
+        let qp = self.queues.qps.get_mut(me.qpn.raw()).expect("the executing QP exists");
         qp.executed += 1;
         qp.drop_partial();
         let send = qp.send.as_mut().expect("the executing QP exists");
@@ -269,7 +210,7 @@ impl Core {
     #[cold]
     pub(super) fn fail(&mut self, qpn: Qpn, ctrl: &Control, fault: Fault) {
         self.stats.errors += 1;
-        let qp = self.qps.get_mut(qpn.raw()).expect("the executing QP exists");
+        let qp = self.queues.qps.get_mut(qpn.raw()).expect("the executing QP exists");
         let send_cq = qp.send_cq;
         let send = qp.send.as_mut().expect("the executing QP exists");
         let cqe = Cqe {
@@ -284,7 +225,14 @@ impl Core {
         self.push_cqe(send_cq, &cqe);
         self.enter_error(qpn, Some(fault.syndrome));
         // If the QP is its own peer, it may already have been in Error.
-        self.schedule(qpn);
+        self.queues.schedule(qpn);
+    }
+
+    /// Makes a QP wait.
+    pub(super) fn wait(&mut self, qpn: Qpn, on: Waiting) {
+        if let Some(n) = self.queues.wait(qpn, on) {
+            self.record_poller.add_blocked(n, self.now_ns);
+        }
     }
 
     // --- completions ---------------------------------------------------------------------------
@@ -293,64 +241,20 @@ impl Core {
     #[inline]
     pub fn push_cqe(&mut self, cqn: Cqn, cqe: &Cqe) -> bool {
         self.work += WQE_WORK;
-        let cq = self.cqs.get_mut(cqn.raw()).expect("a CQ in use exists");
+        let cq = self.queues.cqs.get_mut(cqn.raw()).expect("a CQ in use exists");
         let before = cq.overrun;
         if !cq.push(cqe) {
             if !before {
-                let (function, event) = (cq.function, AsyncEvent::CqOverrun { cqn });
-                self.events.push_back(Event::Async { function, event });
+                self.events.raise(cq.function, AsyncEvent::CqOverrun { cqn });
             }
             return false;
         }
         self.stats.completions += 1;
-        if !cq.touched {
-            cq.touched = true;
-            self.touched.push(cqn);
-        }
+        self.events.touch(cqn, cq);
         cq.solicited |= cqe.solicited || cqe.error.is_some();
         if !cq.waiters.is_empty() {
-            self.wake_waiters(cqn);
+            self.queues.wake_waiters(cqn);
         }
-        true
-    }
-
-    /// Raises an event for each armed CQ that received completions since the last call.
-    ///
-    /// The fence separates writing the completions from reading `armed`; the consumer has a fence
-    /// between writing `armed` and its last poll. So either the NIC sees `armed`, or the consumer
-    /// sees the completion.
-    #[inline]
-    pub(super) fn raise_completion_events(&mut self) {
-        if self.touched.is_empty() {
-            return;
-        }
-        fence(Ordering::SeqCst);
-        while let Some(cqn) = self.touched.pop() {
-            let Some(cq) = self.cqs.get_mut(cqn.raw()) else { continue };
-            cq.touched = false;
-            if cq.disarm() && !cq.reported {
-                cq.reported = true;
-                self.events.push_back(Event::Completion(cqn));
-            }
-        }
-    }
-
-    /// Executes RECV_EN. Returns false if the QP has no managed receive queue.
-    pub fn enable_receive(&mut self, qpn: Qpn, limit: u32) -> bool {
-        let Some(qp) = self.qps.get(qpn.raw()) else { return false };
-        let own = qp.recv.filter(|_| !qp.recv_shared);
-        let Some((n, recv)) = own.and_then(|n| Some((n, self.recvs.get_mut(n)?))) else {
-            return false;
-        };
-        if !recv.managed {
-            return false;
-        }
-        recv.set_limit(limit);
-        if !recv.waiters.is_empty() && recv.credits() > 0 {
-            // Only the peer of the QP can wait for this queue.
-            self.wake_senders(n, 1);
-        }
-        self.schedule(qpn);
         true
     }
 

@@ -90,7 +90,7 @@ impl SendQueue {
         self.limit = 0;
     }
 
-    /// Number of building blocks that may be executed. A limit behind the consumer means 0.
+    /// Number of building blocks that may be executed, 0 if the limit is below the consumer index.
     #[inline]
     pub fn pending(&self) -> u32 {
         let ahead = self.limit.wrapping_sub(self.consumer) as u32;
@@ -257,7 +257,7 @@ impl RecvQueue {
         self.limit = limit & self.index_mask;
     }
 
-    /// Number of receive WQEs that may be used. A limit behind the consumer means 0.
+    /// Number of receive WQEs that may be used, 0 if the limit is below the consumer index.
     #[inline]
     pub fn credits(&self) -> u32 {
         let ahead = self.limit().wrapping_sub(self.consumer) & self.index_mask;

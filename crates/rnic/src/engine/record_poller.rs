@@ -5,7 +5,7 @@
 //! Error, which flush posted receives. Each `poll` reads a few records in rotation, so the number
 //! of polled queues does not change the cost of a `poll`.
 
-use super::Core;
+use super::queues::Queues;
 use verbs::{QpState, Qpn};
 
 /// Minimum and maximum interval between two polling rounds over unchanged receive records, while
@@ -50,93 +50,86 @@ impl RecordPoller {
     pub fn add_flushing(&mut self, qpn: Qpn) {
         self.flushing.push(qpn);
     }
-}
 
-impl Core {
     /// Returns whether any record is polled.
-    pub fn polls_receive_records(&self) -> bool {
-        !(self.record_poller.blocked.is_empty() && self.record_poller.flushing.is_empty())
+    pub fn is_polling(&self) -> bool {
+        !(self.blocked.is_empty() && self.flushing.is_empty())
     }
 
-    pub fn has_ready(&self) -> bool {
-        let credits = |n: &u32| self.recvs.get(*n).is_none_or(|r| r.credits() > 0);
-        self.scheduler.is_active()
-            || self.record_poller.blocked.iter().take(RECORDS_PER_POLL).any(credits)
-            || self
-                .record_poller
-                .flushing
-                .iter()
-                .take(RECORDS_PER_POLL)
-                .any(|&qpn| self.flushable(qpn) > 0)
+    /// Returns whether any of the next records lets a QP execute.
+    pub fn has_ready(&self, queues: &Queues) -> bool {
+        let credits = |n: &u32| queues.recvs.get(*n).is_none_or(|r| r.credits() > 0);
+        self.blocked.iter().take(RECORDS_PER_POLL).any(credits)
+            || self.flushing.iter().take(RECORDS_PER_POLL).any(|&qpn| queues.flushable(qpn) > 0)
     }
 
+    /// Polls the next records of either kind.
     #[inline]
-    pub fn poll_records(&mut self) {
-        if !self.record_poller.blocked.is_empty() {
-            self.poll_blocked();
+    pub fn poll(&mut self, queues: &mut Queues, now_ns: u64) {
+        if !self.blocked.is_empty() {
+            self.poll_blocked(queues, now_ns);
         }
-        if !self.record_poller.flushing.is_empty() {
-            self.poll_flushing();
+        if !self.flushing.is_empty() {
+            self.poll_flushing(queues);
         }
     }
 
     /// Polls every record once.
-    pub fn poll_all_records(&mut self) {
-        let records = self.record_poller.blocked.len().max(self.record_poller.flushing.len());
+    pub fn poll_all(&mut self, queues: &mut Queues, now_ns: u64) {
+        let records = self.blocked.len().max(self.flushing.len());
         for _ in 0..records.div_ceil(RECORDS_PER_POLL) {
-            self.poll_records();
+            self.poll(queues, now_ns);
         }
     }
 
-    fn poll_blocked(&mut self) {
-        let reads = RECORDS_PER_POLL.min(self.record_poller.blocked.len());
+    fn poll_blocked(&mut self, queues: &mut Queues, now_ns: u64) {
+        let reads = RECORDS_PER_POLL.min(self.blocked.len());
         for _ in 0..reads {
-            let at = self.record_poller.next_blocked % self.record_poller.blocked.len();
-            let n = self.record_poller.blocked[at];
-            let credits = match self.recvs.get(n) {
+            let at = self.next_blocked % self.blocked.len();
+            let n = self.blocked[at];
+            let credits = match queues.recvs.get(n) {
                 Some(recv) if !recv.waiters.is_empty() => recv.credits(),
                 _ => 0,
             };
             if credits > 0 {
-                self.record_poller.interval_ns = INTERVAL_NS_MIN;
-                self.wake_senders(n, credits.min(WAKES_PER_READ));
+                self.interval_ns = INTERVAL_NS_MIN;
+                queues.wake_senders(n, credits.min(WAKES_PER_READ));
             }
-            match self.recvs.get_mut(n) {
+            match queues.recvs.get_mut(n) {
                 Some(recv) if !recv.waiters.is_empty() => {
-                    self.record_poller.next_blocked = at + 1;
+                    self.next_blocked = at + 1;
                     continue;
                 }
                 Some(recv) => recv.polled = false,
                 None => {}
             }
-            self.record_poller.blocked.swap_remove(at);
+            self.blocked.swap_remove(at);
         }
-        let poller = &mut self.record_poller;
-        if self.now_ns < poller.deadline_ns {
+        if now_ns < self.deadline_ns {
             return;
         }
-        poller.round += reads;
-        if poller.round >= poller.blocked.len() {
-            poller.round = 0;
-            poller.deadline_ns = self.now_ns + poller.interval_ns;
-            poller.interval_ns = (2 * poller.interval_ns).min(INTERVAL_NS_MAX);
+        self.round += reads;
+        if self.round >= self.blocked.len() {
+            self.round = 0;
+            self.deadline_ns = now_ns + self.interval_ns;
+            self.interval_ns = (2 * self.interval_ns).min(INTERVAL_NS_MAX);
         }
     }
 
-    fn poll_flushing(&mut self) {
-        for _ in 0..RECORDS_PER_POLL.min(self.record_poller.flushing.len()) {
-            let at = self.record_poller.next_flushing % self.record_poller.flushing.len();
-            let qpn = self.record_poller.flushing[at];
-            match self.qps.get_mut(qpn.raw()) {
+    fn poll_flushing(&mut self, queues: &mut Queues) {
+        for _ in 0..RECORDS_PER_POLL.min(self.flushing.len()) {
+            let at = self.next_flushing % self.flushing.len();
+            let qpn = self.flushing[at];
+            match queues.qps.get_mut(qpn.raw()) {
                 Some(qp) if qp.state == QpState::Error => {
-                    self.record_poller.next_flushing = at + 1;
-                    self.schedule(qpn);
+                    self.next_flushing = at + 1;
+                    queues.schedule(qpn);
                     continue;
                 }
                 Some(qp) => qp.flushing = false,
                 None => {}
             }
-            self.record_poller.flushing.swap_remove(at);
+            self.flushing.swap_remove(at);
         }
     }
 }

@@ -3,7 +3,7 @@
 //! Both kinds of requester use [`Core::admit`], [`Core::receive`] and their parts: a QP of this NIC
 //! within the step of its WQE, a QP of another NIC through packets (`remote/`).
 
-use super::Core;
+use super::core::Core;
 use super::local_wqe::{Fault, LocalWqe};
 use crate::dma::{Span, copy_lists};
 use crate::engine::qp::{Peer, Qp};
@@ -82,7 +82,7 @@ impl Core {
     #[inline]
     pub fn responder(&self, me: &LocalWqe) -> Result<RemoteAccess, Fault> {
         let found = match me.peer {
-            Peer::Local(qpn) => self.qps.get(qpn.raw()),
+            Peer::Local(qpn) => self.queues.qps.get(qpn.raw()),
             Peer::None | Peer::Remote(_) => None,
         };
         match found {
@@ -144,7 +144,7 @@ impl Core {
         let Some(n) = to.recv else {
             return Err(self.refuse(to, Syndrome::RemoteInvalidRequest));
         };
-        let recv = self.recvs.get(n).expect("a receive queue in use exists");
+        let recv = self.queues.recvs.get(n).expect("a receive queue in use exists");
         if recv.credits() > 0 {
             return Ok(Ok(()));
         }
@@ -168,7 +168,7 @@ impl Core {
         };
         if let Message::Send { invalidate, len, .. } = message {
             self.check_invalidation(to, invalidate)?;
-            let recv = self.recvs.get(n).expect("a receive queue in use exists");
+            let recv = self.queues.recvs.get(n).expect("a receive queue in use exists");
             let stride = recv.fetch(&mut self.scratch.recv_wqe).len();
             if let Err((mine, theirs)) = self.scatter(to.namespace, n, stride, 0, len) {
                 return Err(self.receive_failed(to, n, None, mine, theirs));
@@ -231,7 +231,7 @@ impl Core {
                 cqe.byte_count = len as u32;
             }
         }
-        let recv = self.recvs.get_mut(n).expect("a receive queue in use exists");
+        let recv = self.queues.recvs.get_mut(n).expect("a receive queue in use exists");
         cqe.wqe_counter = recv.consume(taken);
         if recv.srq_limit != 0 {
             self.check_srq_limit(n);
@@ -256,7 +256,7 @@ impl Core {
         mut skip: u64,
         len: u64,
     ) -> Result<(), (Fault, Syndrome)> {
-        let recv = self.recvs.get(n).expect("a receive queue in use exists");
+        let recv = self.queues.recvs.get(n).expect("a receive queue in use exists");
         let scratch = &mut *self.scratch;
         let list = &scratch.recv_wqe[..stride];
         scratch.receive.clear();
@@ -285,7 +285,7 @@ impl Core {
         }
         copy_lists(scratch.receive.as_slice(), 0, scratch.local.as_slice(), 0, len);
         self.stats.bytes += len;
-        self.work += len + super::WQE_WORK * scratch.receive.as_slice().len() as u64;
+        self.work += len + super::core::WQE_WORK * scratch.receive.as_slice().len() as u64;
         Ok(())
     }
 
@@ -304,7 +304,7 @@ impl Core {
         theirs: Syndrome,
     ) -> Fault {
         self.stats.errors += 1;
-        let recv = self.recvs.get_mut(n).expect("a receive queue in use exists");
+        let recv = self.queues.recvs.get_mut(n).expect("a receive queue in use exists");
         if recv.managed {
             self.enter_error(to.qpn, Some(mine.syndrome));
             return theirs.into();

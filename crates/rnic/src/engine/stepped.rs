@@ -5,9 +5,9 @@
 //! operation of each ([`super::Engine::peek`]), decides when it happens, and then executes it
 //! ([`super::Engine::step_reported`]).
 
-use super::Core;
+use super::core::Core;
 use super::qp_list::InList;
-use crate::engine::qp::{Peer, Qp};
+use crate::engine::qp::Peer;
 use crate::engine::queue::Fetched;
 use verbs::wqe::{Wqe, decode};
 use verbs::{Cqn, QpState, Qpn};
@@ -89,55 +89,22 @@ pub enum StepOutcome {
 }
 
 impl Core {
-    /// See [`super::Engine::ready_qps`].
-    pub fn ready_qps(&self) -> Vec<Qpn> {
-        let mut qps: Vec<Qpn> = self
-            .qps
-            .iter()
-            .filter(|(_, qp)| self.could_run(qp))
-            .map(|(number, _)| Qpn::new(number))
-            .collect();
-        qps.sort_unstable();
-        qps
-    }
-
-    fn could_run(&self, qp: &Qp) -> bool {
-        match qp.in_list {
-            InList::None => self.flushable(qp.qpn) > 0,
-            InList::Ready => true,
-            InList::CqWaiters { cqn, wakes } => {
-                self.cqs.get(cqn.raw()).is_none_or(|cq| cq.wakes != wakes)
-            }
-            InList::RecvWaiters(n) => self.recvs.get(n).is_none_or(|r| r.credits() > 0),
-        }
-    }
-
     /// See [`super::Engine::step`].
     pub fn step_one(&mut self, wqe: &mut Fetched, now_ns: u64, qpn: Qpn) -> bool {
         self.now_ns = now_ns;
-        if !self.qps.get(qpn.raw()).is_some_and(|qp| self.could_run(qp)) {
+        if !self.queues.qps.get(qpn.raw()).is_some_and(|qp| self.queues.could_run(qp)) {
             return false;
         }
-        self.leave(qpn);
+        self.queues.leave(qpn);
         self.step(qpn, wqe);
-        self.schedule(qpn);
-        self.raise_completion_events();
+        self.queues.schedule(qpn);
+        self.events.raise_completions(&mut self.queues.cqs);
         true
-    }
-
-    /// See [`super::Engine::take_ready`].
-    pub fn drain_ready(&mut self, into: &mut Vec<Qpn>) {
-        while let Some(sched_index) = self.scheduler.next() {
-            while let Some(qpn) = self.take_ready(sched_index) {
-                into.push(qpn);
-            }
-            self.scheduler.spend(sched_index, 0);
-        }
     }
 
     /// See [`super::Engine::peek`].
     pub fn peek(&self, wqe: &mut Fetched, qpn: Qpn) -> Option<Next> {
-        let qp = self.qps.get(qpn.raw())?;
+        let qp = self.queues.qps.get(qpn.raw())?;
         let peer = match qp.peer {
             Peer::Local(peer) | Peer::Remote(peer) => peer,
             Peer::None => Qpn::NONE,
@@ -174,7 +141,7 @@ impl Core {
             Ok(Wqe::Umr(_)) => NextKind::Window,
             Ok(Wqe::LocalInvalidate { .. }) => NextKind::Invalidate,
             Ok(Wqe::Wait { cqn, index }) => {
-                let reached = self.cqs.get(cqn.raw()).is_none_or(|cq| cq.reached(index));
+                let reached = self.queues.cqs.get(cqn.raw()).is_none_or(|cq| cq.reached(index));
                 NextKind::Wait { cqn, index, reached }
             }
             Ok(Wqe::SendEnable { .. } | Wqe::ReceiveEnable { .. }) => NextKind::Enable,
@@ -192,9 +159,9 @@ impl Core {
     ) -> StepOutcome {
         use super::poll::Step;
         self.now_ns = now_ns;
-        self.leave(qpn);
+        self.queues.leave(qpn);
         let step = self.step(qpn, wqe);
-        let in_list = self.qps.get(qpn.raw()).map(|qp| qp.in_list);
+        let in_list = self.queues.qps.get(qpn.raw()).map(|qp| qp.in_list);
         let stepped = match (step, in_list) {
             (Step::Executed, _) => StepOutcome::Done,
             (Step::Failed, _) => StepOutcome::Failed,
@@ -202,7 +169,7 @@ impl Core {
             (Step::Idle, Some(InList::RecvWaiters(_))) => StepOutcome::NotReady,
             (Step::Idle, _) => StepOutcome::Nothing,
         };
-        self.schedule(qpn);
+        self.queues.schedule(qpn);
         self.report_completed(completed);
         stepped
     }
@@ -218,7 +185,7 @@ impl Core {
         use super::execute::Progress;
         use super::local_wqe::LocalWqe;
         self.now_ns = now_ns;
-        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return StepOutcome::Nothing };
+        let Some(qp) = self.queues.qps.get_mut(qpn.raw()) else { return StepOutcome::Nothing };
         let whole = qp.partial.as_ref().is_none_or(|partial| !partial.active);
         let send = qp.send.as_mut().filter(|s| qp.state == QpState::ReadyToSend && s.pending() > 0);
         let Some(send) = send.filter(|_| whole) else {
@@ -226,7 +193,7 @@ impl Core {
         };
         let ctrl = send.fetch(wqe);
         let me = LocalWqe::new(qp, &ctrl);
-        self.leave(qpn);
+        self.queues.leave(qpn);
         let stepped = match self.execute(&me, &ctrl, wqe.bytes(), 0) {
             Ok(Progress::Done(_) | Progress::Part(_)) => {
                 self.fail(qpn, &ctrl, verbs::cqe::Syndrome::RetryExceeded.into());
@@ -241,7 +208,7 @@ impl Core {
                 StepOutcome::Failed
             }
         };
-        self.schedule(qpn);
+        self.queues.schedule(qpn);
         self.report_completed(completed);
         stepped
     }
@@ -253,11 +220,11 @@ impl Core {
         qpn: Qpn,
         completed: &mut Vec<(Cqn, u32)>,
     ) -> StepOutcome {
-        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return StepOutcome::Nothing };
+        let Some(qp) = self.queues.qps.get_mut(qpn.raw()) else { return StepOutcome::Nothing };
         let send = qp.send.as_mut().filter(|s| qp.state == QpState::ReadyToSend && s.pending() > 0);
         let Some(send) = send else { return StepOutcome::Nothing };
         let ctrl = send.fetch(wqe);
-        self.leave(qpn);
+        self.queues.leave(qpn);
         self.fail(qpn, &ctrl, verbs::cqe::Syndrome::RetryExceeded.into());
         self.report_completed(completed);
         StepOutcome::Failed
@@ -265,12 +232,11 @@ impl Core {
 
     /// Appends the CQs that received completions since the last call.
     fn report_completed(&mut self, completed: &mut Vec<(Cqn, u32)>) {
-        let Core { touched, cqs, .. } = self;
-        for cqn in touched.iter() {
-            if let Some(cq) = cqs.get(cqn.raw()) {
+        for cqn in self.events.touched() {
+            if let Some(cq) = self.queues.cqs.get(cqn.raw()) {
                 completed.push((*cqn, cq.count));
             }
         }
-        self.raise_completion_events();
+        self.events.raise_completions(&mut self.queues.cqs);
     }
 }

@@ -16,7 +16,7 @@
 
 use std::time::Duration;
 
-use crate::bucket::TokenBucket;
+use units::TokenBucket;
 use verbs::Psn;
 
 /// Capacity of the bucket: guesses at once.

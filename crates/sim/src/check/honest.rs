@@ -174,7 +174,7 @@ impl Honest {
                 Ok(grant) => {
                     let bytes = match self.cx.case.scheme.clears() {
                         true => vec![0; grant.len as usize],
-                        false => self.cx.with_oracle(|o| o.contents(grant.entry)),
+                        false => self.cx.with_oracle(|o| o.contents(grant.entry.raw())),
                     };
                     self.held.push(HeldChunk { grant, bytes, doubt: None });
                     let last = self.held.len() - 1;

@@ -103,11 +103,11 @@ impl Context {
     fn some_order(&self, random: &mut Random) -> Option<u32> {
         let layout = self.with_oracle(|o| o.shape())?;
         let order = match random.below(3) {
-            0 => random.below(SPAN_ORDER as u64) as u32,
-            1 => SPAN_ORDER + random.below((SECTION_ORDER - SPAN_ORDER) as u64) as u32,
-            _ => SECTION_ORDER + random.below(3) as u32,
+            0 => random.below(SPAN_ORDER.raw().into()) as u32,
+            1 => SPAN_ORDER.raw() + random.below(SECTION_ORDER.in_spans().into()) as u32,
+            _ => SECTION_ORDER.raw() + random.below(3) as u32,
         };
-        Some(order.min(layout.order_max()))
+        Some(order.min(layout.order_max().raw()))
     }
 
     fn now(&self) -> Time {

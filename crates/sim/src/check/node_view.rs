@@ -2,6 +2,7 @@
 
 use std::any::Any;
 
+use pool::index::{ChunkIndex, EntryId};
 use pool::odrp::table::page_of;
 use pool::onesidedmw::layout::Memory;
 use pool::scheme::{ClientId, NodeScheme};
@@ -20,7 +21,7 @@ pub(super) struct Tables {
 
 impl Tables {
     /// Returns the owner of a page, once for each row that maps the page.
-    fn owners(&self, memory: &Memory<SimNic>, entry: u32) -> impl Iterator<Item = ClientId> {
+    fn owners(&self, memory: &Memory<SimNic>, entry: EntryId) -> impl Iterator<Item = ClientId> {
         let pages = memory.shape.chunks as u64;
         let maps = move |rows: &DmaMemory| {
             (0..pages).filter(|n| page_of(memory, rows, *n) == Some(entry)).count()
@@ -73,27 +74,28 @@ impl NodeView {
     }
 
     /// Returns the owner of a chunk in the node's state. `None` while that state is being changed.
-    pub fn owner(&self, entry: u32) -> Option<Option<ClientId>> {
+    pub fn owner(&self, chunk: u32) -> Option<Option<ClientId>> {
+        let chunk = ChunkIndex::new(chunk);
         match self {
-            Self::Chains(memory) => match memory.owner(entry) {
+            Self::Chains(memory) => match memory.owner(EntryId::of_chunk(chunk)) {
                 0 => Some(None),
                 owner => Some(Some(ClientId(owner as u32))),
             },
             Self::Pages(memory, tables) => {
-                (!tables.hidden).then(|| tables.owners(memory, entry).next())
+                (!tables.hidden).then(|| tables.owners(memory, EntryId::of_chunk(chunk)).next())
             }
-            Self::Rpc(view) => view.chunk(entry).map(|c| c.owner),
-            Self::Tree(view) => Some(view.owner(entry)),
+            Self::Rpc(view) => view.chunk(chunk).map(|c| c.owner),
+            Self::Tree(view) => Some(view.owner(chunk)),
         }
     }
 
     /// Returns two owners of a page that is mapped twice; they may be equal.
-    pub fn has_two(&self, entry: u32) -> Option<(ClientId, ClientId)> {
+    pub fn has_two(&self, chunk: u32) -> Option<(ClientId, ClientId)> {
         let Self::Pages(memory, tables) = self else { return None };
         if tables.hidden {
             return None;
         }
-        let mut owners = tables.owners(memory, entry);
+        let mut owners = tables.owners(memory, EntryId::new(chunk));
         Some((owners.next()?, owners.next()?))
     }
 
@@ -112,11 +114,12 @@ impl NodeView {
 
     /// Returns whether a chunk is accessible to its owner but not granted: a deferred free, or
     /// quarantined.
-    pub fn is_deferred(&self, entry: u32) -> bool {
+    pub fn is_deferred(&self, chunk: u32) -> bool {
+        let chunk = ChunkIndex::new(chunk);
         match self {
             Self::Chains(_) | Self::Pages(..) => false,
-            Self::Rpc(view) => view.chunk(entry).is_some_and(|c| c.aside),
-            Self::Tree(view) => view.is_quarantined(entry),
+            Self::Rpc(view) => view.chunk(chunk).is_some_and(|c| c.aside),
+            Self::Tree(view) => view.is_quarantined(chunk),
         }
     }
 
@@ -127,9 +130,12 @@ impl NodeView {
     pub fn free(&self) -> Result<Option<Vec<u32>>, String> {
         let memory = match self {
             Self::Chains(memory) | Self::Pages(memory, _) => memory,
-            Self::Rpc(view) => return Ok(view.free()),
+            Self::Rpc(view) => {
+                return Ok(view.free().map(|free| free.into_iter().map(ChunkIndex::raw).collect()));
+            }
             Self::Tree(view) => {
-                return Ok(Some((0..view.chunks()).filter(|c| !view.is_taken(*c)).collect()));
+                let free = view.chunks().filter(|chunk| !view.is_taken(*chunk));
+                return Ok(Some(free.map(ChunkIndex::raw).collect()));
             }
         };
         // All slots: a slot that the head has passed but that is not emptied yet holds a free entry
@@ -138,7 +144,8 @@ impl NodeView {
         let mut free = Vec::new();
         for value in slots.map(|at| memory.queue.memory().load_be64(at * 8)).filter(|v| *v != 0) {
             let entry = memory.entry_of(value);
-            free.push(entry.ok_or("the free queue contains a value that names no entry")?);
+            let entry = entry.ok_or("the free queue contains a value that names no entry")?;
+            free.push(entry.raw());
         }
         let permits = memory.permits();
         if permits > free.len() as i64 {

@@ -7,7 +7,9 @@ use verbs::cqe::Syndrome;
 use verbs::wqe::{Builder, Sge};
 
 use crate::compute::{Chunk, Compute, LONG, remote, status};
-use crate::{Arguments, Random};
+use units::Random;
+
+use crate::Arguments;
 
 /// Tries all 256 tags of the victims' keys, over both of the attacker's lanes, with READ, WRITE and
 /// FAA.

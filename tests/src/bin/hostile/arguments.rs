@@ -8,7 +8,9 @@ use verbs::wqe::Builder;
 use verbs::{Access, Key, QpState, Qpn};
 
 use crate::compute::{Answer, Compute, LONG, SHORT, SLOT, chunk, qpn_bytes, remote, status};
-use crate::{Arguments, Random};
+use units::Random;
+
+use crate::Arguments;
 
 /// Allocates for QPs that are not its own access QPs. The attacker gains no access, and can free
 /// the chunk as usual (§4.4: "only makes the CN itself unable to access the allocated memory").
@@ -118,7 +120,7 @@ pub fn malformed(a: &Arguments) -> Result<Value> {
     };
     for len in (0..40).chain([63, 64, 100, 200, 900]) {
         for free in [false, true] {
-            let bytes: Vec<u8> = (0..len).map(|_| random.draw() as u8).collect();
+            let bytes: Vec<u8> = (0..len).map(|_| random.bits() as u8).collect();
             let m = if free { &mut me.free } else { &mut me.alloc };
             m.send_raw(&me.nic, &bytes);
             outcome(m.answer(0, SHORT / 10));

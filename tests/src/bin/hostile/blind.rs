@@ -14,7 +14,9 @@ use verbs::wqe::Remote;
 use verbs::{Key, Psn, Qpn};
 
 use crate::compute::{Compute, status};
-use crate::{Arguments, Random};
+use units::Random;
+
+use crate::Arguments;
 
 /// Packets per send: the kernel's limit of UDP segmentation offload.
 const BURST: usize = 64;
@@ -100,7 +102,7 @@ pub fn sweep(a: &Arguments) -> Result<Value> {
     request.extend(me.free.replies.addr().to_be_bytes());
     request.extend(me.free.rkey.0.to_be_bytes());
     let count = if a.count == 0 { 1 << 24 } else { a.count as u32 };
-    let from = Random::new(a.seed).draw() as u32;
+    let from = Random::new(a.seed).bits() as u32;
     let start = Instant::now();
     let mut forger = Forger::new(&me)?;
     for qpn in me.terms.management.clone() {
@@ -133,7 +135,7 @@ pub fn junk(a: &Arguments) -> Result<Value> {
     let mut random = Random::new(a.seed);
     let end = Instant::now() + a.time;
     forger.send(&send_to(0, b"junk"), |packet| {
-        let number = random.draw() as u32;
+        let number = random.bits() as u32;
         packet[5..8].copy_from_slice(&number.to_be_bytes()[1..]);
         number & 0xff != 0 || Instant::now() < end
     })?;

@@ -14,7 +14,9 @@ use verbs::SessionSecret;
 
 use crate::nic::{Nic, memfd};
 use crate::queue::{Qp, Shape};
-use crate::{Arguments, Random};
+use units::Random;
+
+use crate::Arguments;
 
 /// Sends malformed packets on new and open connections, with and without descriptors.
 pub fn garbage(a: &Arguments) -> Result<Value> {
@@ -50,7 +52,7 @@ pub fn garbage(a: &Arguments) -> Result<Value> {
         for _ in 0..1 + random.below(20) {
             let bytes = match random.below(4) {
                 0 => fixed[random.below(fixed.len() as u64) as usize].to_vec(),
-                1 => (0..random.below(200)).map(|_| random.draw() as u8).collect(),
+                1 => (0..random.below(200)).map(|_| random.bits() as u8).collect(),
                 2 => mutated(&mut random),
                 _ => vec![b' '; MAX_BYTES + 1 + random.below(40_000) as usize],
             };
@@ -86,7 +88,7 @@ fn mutated(random: &mut Random) -> Vec<u8> {
     let mut bytes = messages[random.below(messages.len() as u64) as usize].to_vec();
     for _ in 0..random.below(3) {
         let at = random.below(bytes.len() as u64) as usize;
-        bytes[at] = random.draw() as u8;
+        bytes[at] = random.bits() as u8;
     }
     bytes
 }

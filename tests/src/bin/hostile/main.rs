@@ -77,29 +77,6 @@ impl Arguments {
     }
 }
 
-/// Pseudo-random number generator (xorshift64*).
-pub struct Random(u64);
-
-impl Random {
-    /// The generator of a seed.
-    pub fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    /// The next number.
-    pub fn draw(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
-    }
-
-    /// The next number, below `n`.
-    pub fn below(&mut self, n: u64) -> u64 {
-        self.draw() % n
-    }
-}
-
 fn main() -> Result<()> {
     let mut words = std::env::args().skip(1);
     let attack = words.next().context("the name of the attack is missing")?;

@@ -17,7 +17,9 @@ use verbs::{Access, Cqn, Key, MwKind, QpState, Qpn};
 
 use crate::compute::Compute;
 use crate::queue::{Qp, Shape};
-use crate::{Arguments, Random};
+use units::Random;
+
+use crate::Arguments;
 use rnic::port::shm::raw::DOORBELLS;
 
 struct Noise {
@@ -85,7 +87,7 @@ impl Noise {
             match self.random.below(4) {
                 0 => {
                     let mut block = [0; WQEBB];
-                    block.fill_with(|| self.random.draw() as u8);
+                    block.fill_with(|| self.random.bits() as u8);
                     memory.write(at, &block);
                 }
                 _ => {
@@ -100,24 +102,24 @@ impl Noise {
             let at = qp.receive_at() + self.random.below(receives as u64) as usize * 16;
             let sge = self.sge().to_bytes();
             memory.write(at, &sge);
-            let producer = self.random.draw() as u32;
+            let producer = self.random.bits() as u32;
             memory.store_be32(qp.records_at() + 64, producer);
         }
         // Random consumer index of the CQ; the NIC overwrites the CQ's ring.
-        memory.store_be32(qp.records_at(), self.random.draw() as u32);
+        memory.store_be32(qp.records_at(), self.random.bits() as u32);
         let word = self.random.below((qp.send_at() / 8) as u64) as usize * 8;
-        memory.store_be64(word, self.random.draw());
+        memory.store_be64(word, self.random.bits());
     }
 
     /// An almost valid WQE.
     fn almost(&mut self, qp: &Qp) -> Vec<u8> {
-        let index = self.random.draw() as u16;
+        let index = self.random.bits() as u16;
         let mut b = Builder::new(qp.qpn, index);
         let (to, local) = (self.remote(), self.sge());
         let (key, qpn) = (self.key(), Qpn::new(Self::pick(&mut self.random, &self.qpns)));
         let cqn = Cqn::new(Self::pick(&mut self.random, &self.cqns));
         let limit = self.random.below(1 << 17) as u32;
-        let r = self.random.draw();
+        let r = self.random.bits();
         match self.random.below(14) {
             0 => b.rdma_write(to, &[local]),
             1 => b.rdma_read(to, &[local, self.sge()]),
@@ -142,14 +144,14 @@ impl Noise {
         // Sometimes with a wrong byte.
         if self.random.below(3) == 0 {
             let at = self.random.below(bytes.len() as u64) as usize;
-            bytes[at] = self.random.draw() as u8;
+            bytes[at] = self.random.bits() as u8;
         }
         bytes
     }
 
     fn key(&mut self) -> Key {
         let key = Self::pick(&mut self.random, &self.keys);
-        let flip = if self.random.below(4) == 0 { self.random.draw() as u32 & 0xff } else { 0 };
+        let flip = if self.random.below(4) == 0 { self.random.bits() as u32 & 0xff } else { 0 };
         Key(key ^ flip)
     }
 
@@ -164,7 +166,7 @@ impl Noise {
 
     fn sge(&mut self) -> Sge {
         let len = match self.random.below(8) {
-            0 => self.random.draw() as u32,
+            0 => self.random.bits() as u32,
             1 => 256 << 10,
             _ => self.random.below(5000) as u32,
         };
@@ -179,7 +181,7 @@ impl Noise {
                 0 => self.random.below(words) as usize * 4,
                 _ => DOORBELLS + self.random.below(16) as usize * 4,
             };
-            let value = self.random.draw() as u32;
+            let value = self.random.bits() as u32;
             me.nic.page.word32(at).store(value, Ordering::Relaxed);
         }
         if self.random.below(4) == 0 {
@@ -198,7 +200,7 @@ impl Noise {
                 resets += 1;
             }
             if qp.shape.managed {
-                let limit = self.random.draw() as u16;
+                let limit = self.random.bits() as u16;
                 me.nic.verb(Verb::EnableSend { qpn: qp.qpn, limit })?;
             }
         }

@@ -10,11 +10,12 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use granary_tests::control::Control;
 use pool::finemem::Metadata;
-use pool::finemem::block::Block;
-use pool::finemem::header::{Header, User};
+use pool::finemem::block::{Block, Order, Place, SectionIndex, SpanIndex, SpanOffset};
+use pool::finemem::header::{Header, Spread, User};
 use pool::finemem::layout::{Shape, Word};
 use pool::finemem::log::{Capability, FullLog};
 use pool::finemem::tree::{Taken, Tree, Verbs};
+use pool::index::{ChunkIndex, IndexRange};
 use pool::protocol::{Reply, Request};
 use pool::{ConnectReply, ConnectRequest};
 use serde_json::{Value, json};
@@ -25,7 +26,9 @@ use verbs::{Access, DmaMemory, Key, Qpn};
 use crate::compute::{LONG, remote};
 use crate::nic::Nic;
 use crate::queue::{Qp, Shape as QpShape};
-use crate::{Arguments, Random};
+use units::Random;
+
+use crate::Arguments;
 
 /// A hand-made allocation service of a compute node, with access QPs.
 struct Service {
@@ -84,7 +87,7 @@ impl Service {
     }
 
     fn at(&self, word: Word) -> verbs::wqe::Remote {
-        remote(self.metadata.addr + 8 * word.0 as u64, self.metadata.rkey)
+        remote(self.metadata.addr + word.offset() as u64, self.metadata.rkey)
     }
 
     /// Executes one request on the management QP and returns its syndrome, 0 for success.
@@ -151,7 +154,7 @@ impl Service {
 
     /// Allocates a block as a normal compute node does.
     fn take(&self, tree: &Tree, order: u32) -> Result<Taken> {
-        now(tree.allocate(self, order))?.context("the pool is empty")
+        now(tree.allocate(self, Order::new(order)))?.context("the pool is empty")
     }
 
     fn capability(&self, block: Block) -> Word {
@@ -170,14 +173,14 @@ impl Service {
     }
 
     fn addr(&self, block: Block) -> u64 {
-        self.metadata.data + block.chunk as u64 * self.terms.chunk_bytes
+        self.metadata.data + self.shape.range(block).0
     }
 
     /// The block of a victim's chunk.
     fn block_at(&self, addr: u64, len: u64) -> Result<Block> {
         let chunk = (addr - self.metadata.data) / self.terms.chunk_bytes;
         let order = self.shape.order_for(len).context("a length of no block")?;
-        Ok(Block { chunk: chunk as u32, order })
+        Ok(Block { chunk: ChunkIndex::new(chunk as u32), order })
     }
 }
 
@@ -221,10 +224,10 @@ pub fn guess(a: &Arguments) -> Result<Value> {
     let mut targets: Vec<(u64, u32)> = vec![(me.metadata.addr, me.metadata.rkey)];
     for chunk in &a.of {
         let block = me.block_at(chunk.addr, chunk.len)?;
-        for order in block.order..6 {
-            let larger = Block { order, ..block };
-            if block.chunk.is_multiple_of(1 << order) && larger.chunks().end <= me.shape.chunks {
-                let by = me.shape.entry(larger) - me.shape.entry(block);
+        for order in (block.order..Order::new(6)).iter() {
+            let larger = Block::around(block.chunk, order);
+            if larger.chunk == block.chunk && larger.end() <= me.shape.end() {
+                let by = me.shape.entry(larger).raw() - me.shape.entry(block).raw();
                 targets.push((chunk.addr, chunk.keys[0] + (by << 8)));
             }
         }
@@ -324,7 +327,8 @@ pub fn storm(a: &Arguments) -> Result<Value> {
     a.ready()?;
     let (mut changed, mut tried) = (0u64, 0u64);
     let deadline = Instant::now() + a.time;
-    let headers = [me.shape.section(0), me.shape.span(0)];
+    let headers = [Place::Section(SectionIndex::new(0)), Place::Span(SpanIndex::new(0))];
+    let headers = headers.map(|place| place.word(me.shape));
     while Instant::now() < deadline {
         for at in headers {
             let mut seen = me.load(at)?;
@@ -359,10 +363,10 @@ pub fn misnames(a: &Arguments) -> Result<Value> {
         misnamed += me.swap(at, word, log.to_word())? as u32;
     }
     // Marks spans as open that have no allocated block.
-    for section in 0..me.shape.sections() {
+    for section in me.shape.each_section() {
         let at = me.shape.section(section);
         let header = Header(me.load(at)?);
-        let opened = header.with_spread(1, pool::finemem::header::Spread::Normal);
+        let opened = header.with_spread(SpanOffset::new(1), Spread::Normal);
         misnamed += me.swap(at, header.0, opened.0)? as u32;
     }
     Ok(json!({ "misnamed": misnamed }))
@@ -389,10 +393,10 @@ pub fn nonsense(a: &Arguments) -> Result<Value> {
     a.ready()?;
     let mut changed = 0;
     for _ in 0..a.count.max(1) {
-        let at = Word(random.below(me.shape.words() as u64) as u32);
+        let at = Word::new(random.below(me.shape.words() as u64) as u32);
         let word = me.load(at)?;
         let new = match random.below(4) {
-            0 => random.draw(),
+            0 => random.bits(),
             1 => word ^ 1 << random.below(64),
             2 => 0,
             // Turns an open capability into a quarantined one, or swaps the halves of a log.

@@ -16,7 +16,9 @@ use verbs::{Access, DmaMemory, Key, MwKind, QpChange, Qpn};
 use crate::compute::{LONG, remote};
 use crate::nic::Nic;
 use crate::queue::{Qp, Shape};
-use crate::{Arguments, Random};
+use units::Random;
+
+use crate::Arguments;
 
 /// The attacker's connections per window.
 const TRIES: usize = 256;
@@ -86,7 +88,7 @@ pub fn server(a: &Arguments) -> Result<Value> {
     let mut windows = Vec::new();
     for (i, kind) in [MwKind::Type1, MwKind::Type2].into_iter().enumerate() {
         let key = nic.windows(pd, kind, 1)?[0];
-        let (tag, start) = (random.draw() as u8, memory.addr() + (i * BYTES) as u64);
+        let (tag, start) = (random.bits() as u8, memory.addr() + (i * BYTES) as u64);
         let umr = match kind {
             MwKind::Type1 => Umr::bind_type1(key, tag, Access::REMOTE_ALL, mr, start, BYTES as u32),
             MwKind::Type2 => {

@@ -14,9 +14,9 @@ use crate::paper::experiment::{Canvas, Experiment};
 use crate::paper::load::{Load, Work};
 use crate::paper::results::Results;
 use crate::paper::{Extent, Run, count};
-use crate::plot::Bars;
-use crate::record::{Statistic, Unit};
 use crate::timestamps::{self, WrapWorkload};
+use bench_report::plot::Bars;
+use bench_report::record::{Statistic, Unit};
 
 /// §6.2, factor analysis and overhead.
 pub const COSTS: Experiment = Experiment {

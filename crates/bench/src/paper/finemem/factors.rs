@@ -13,7 +13,7 @@ use crate::Error;
 use crate::paper::experiment::{Canvas, Experiment};
 use crate::paper::results::Results;
 use crate::paper::{Extent, Run, count, picture};
-use crate::record::{Setting, Unit};
+use bench_report::record::{Setting, Unit};
 
 /// Figure 11.
 pub const FACTORS: Experiment = Experiment {

@@ -7,7 +7,7 @@ use crate::Error;
 use crate::paper::experiment::{Canvas, Experiment};
 use crate::paper::results::Results;
 use crate::paper::{Extent, Run, count};
-use crate::plot::Axis;
+use bench_report::plot::Axis;
 
 /// Figure 10, right.
 pub const MEMORY_NODES: Experiment = Experiment {

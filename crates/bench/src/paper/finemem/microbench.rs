@@ -12,9 +12,9 @@ use crate::paper::measure::Outcome;
 use crate::paper::picture::{Series, lines};
 use crate::paper::results::Results;
 use crate::paper::{Extent, Run, count};
-use crate::plot::Axis;
-use crate::record::{Setting, Statistic, Unit};
-use crate::size::Size;
+use bench_report::plot::Axis;
+use bench_report::record::{Setting, Statistic, Unit};
+use units::Size;
 
 /// Table 2.
 pub const TABLE_2: Experiment = Experiment {

@@ -10,9 +10,9 @@ use crate::paper::load::{Load, Work};
 use crate::paper::results::Results;
 use crate::paper::traces::{HELD_BYTES, Replay, TRACES, Trace};
 use crate::paper::{Extent, Run};
-use crate::plot::Bars;
-use crate::record::{Setting, Statistic, Unit};
-use crate::size::Size;
+use bench_report::plot::Bars;
+use bench_report::record::{Setting, Statistic, Unit};
+use units::Size;
 
 /// Figure 14.
 pub const TRACES_REPLAYED: Experiment = Experiment {

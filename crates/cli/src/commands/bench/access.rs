@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use anyhow::bail;
 use bench::access::{self, Direction, Outcome, Spec};
-use bench::record::{BASELINE_NIC, BASELINE_SCHEME};
-use bench::size::Size;
 use bench::{handoff, pool_access};
+use bench_report::record::{BASELINE_NIC, BASELINE_SCHEME};
 use pool::{Address, EmbeddedNode, Pool};
+use units::Size;
 
 use super::BenchOutput;
 use crate::UsageError;

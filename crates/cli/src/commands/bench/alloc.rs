@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use anyhow::Context;
 use bench::alloc::{self, Contender, Outcome, SizeSupport, Total};
-use bench::size::Size;
 use pool::{ControlMode, EmbeddedNode, Options, Pool, Scheme, Settings, rpc, schemes};
+use units::Size;
 
 use super::BenchOutput;
 use crate::UsageError;

@@ -3,11 +3,11 @@
 use std::process::{Command, ExitCode};
 
 use anyhow::Context;
-use bench::fault::{self, Outcome, PAGE_BYTES, Pattern, Spec};
-use bench::record::{BASELINE_NIC, BASELINE_SCHEME};
-use bench::size::Size;
+use bench::fault::{self, Outcome, Pattern, Spec};
 use bench::uffd_baseline;
+use bench_report::record::{BASELINE_NIC, BASELINE_SCHEME};
 use pool::Settings;
+use units::{PAGE_BYTES, Size};
 
 use super::BenchOutput;
 use crate::UsageError;

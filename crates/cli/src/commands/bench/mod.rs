@@ -9,12 +9,11 @@ mod pingpong;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::thread;
 use std::time::Duration;
 
-use bench::progress::Progress;
-use bench::report::Report;
-use bench::table::Table;
+use bench_report::progress::Progress;
+use bench_report::report::Report;
+use bench_report::table::Table;
 
 use crate::options::{Output, Pictures, seconds};
 
@@ -69,20 +68,49 @@ impl Rounds {
     }
 }
 
-/// Options that experiments with tables and pictures share: duration, output, pictures.
+/// Options that experiments share: duration, output, pictures. An experiment whose rounds are fixed
+/// or that draws no pictures has `()` in place of that group of options.
 #[derive(clap::Args, Clone, Debug)]
-pub struct BenchOutput {
+pub struct BenchOutput<R: clap::Args = Rounds, P: clap::Args = Pictures> {
     #[command(flatten)]
-    rounds: Rounds,
+    rounds: R,
 
     #[command(flatten)]
     output: Output,
 
     #[command(flatten)]
-    pictures: Pictures,
+    pictures: P,
 }
 
-impl BenchOutput {
+impl<R: clap::Args, P: clap::Args> BenchOutput<R, P> {
+    /// Progress bars, if they are wanted.
+    fn progress(&self) -> Progress {
+        self.output.progress()
+    }
+
+    /// Starts the report of an experiment.
+    fn report(&self) -> Report {
+        self.output.report()
+    }
+
+    /// Starts the report of a measurement, with a warning if the machine is busy.
+    fn begin(&self) -> Result<Report, bench_report::Error> {
+        let mut report = self.report();
+        let cores = units::cpus::cores();
+        let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+        let load = load.split(' ').next().and_then(|load| load.parse::<f64>().ok());
+        if let Some(load) = load.filter(|load| *load > cores as f64 / 2.0) {
+            report.say(format_args!(
+                "Warning: this machine is busy: load average {load} on {cores} cores over the \
+                 last minute. Measurements that need two cores at once include scheduling delays; \
+                 measure again on an idle machine."
+            ))?;
+        }
+        Ok(report)
+    }
+}
+
+impl<P: clap::Args> BenchOutput<Rounds, P> {
     /// Number of rounds.
     fn rounds(&self) -> u32 {
         self.rounds.rounds
@@ -92,62 +120,37 @@ impl BenchOutput {
     fn round_duration(&self) -> Duration {
         self.rounds.duration()
     }
+}
 
-    /// Progress bars, if they are wanted.
-    fn progress(&self) -> Progress {
-        self.output.progress()
+impl<R: clap::Args> BenchOutput<R, Pictures> {
+    /// Directory of pictures; `None` if no pictures are drawn.
+    fn directory(&self) -> Option<PathBuf> {
+        self.pictures.directory(&self.output)
     }
 
-    /// As [`begin`].
-    fn begin(&self) -> Result<Report, bench::Error> {
-        begin(&self.output)
-    }
-
-    /// As [`conclude`], with pictures in the directory that the options name.
+    /// Ends an experiment: prints its tables, draws its pictures and prints their paths.
     fn conclude(
         &self,
         report: &mut Report,
         tables: impl IntoIterator<Item = (String, Table)>,
         draw: impl FnOnce(&Report, &Path) -> Result<Vec<PathBuf>, bench::Error>,
     ) -> anyhow::Result<ExitCode> {
-        let directory = self.pictures.directory(&self.output);
-        conclude(report, tables, directory.as_deref(), draw)
-    }
-}
-
-/// Starts the report of an experiment, with a warning if the machine is busy.
-fn begin(output: &Output) -> Result<Report, bench::Error> {
-    let mut report = output.report();
-    let cores = thread::available_parallelism().map_or(1, usize::from);
-    let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
-    let load = load.split(' ').next().and_then(|load| load.parse::<f64>().ok());
-    if let Some(load) = load.filter(|load| *load > cores as f64 / 2.0) {
-        report.say(format_args!(
-            "Warning: this machine is busy: load average {load} on {cores} cores over the last \
-             minute. Measurements that need two cores at once include scheduling delays; measure \
-             again on an idle machine."
-        ))?;
-    }
-    Ok(report)
-}
-
-/// Ends an experiment: prints its tables, draws its pictures and prints their paths.
-fn conclude(
-    report: &mut Report,
-    tables: impl IntoIterator<Item = (String, Table)>,
-    pictures: Option<&Path>,
-    draw: impl FnOnce(&Report, &Path) -> Result<Vec<PathBuf>, bench::Error>,
-) -> anyhow::Result<ExitCode> {
-    for (title, table) in tables {
-        report.table(&title, &table)?;
-    }
-    if let Some(directory) = pictures {
-        let files = draw(report, directory)?;
-        if !files.is_empty() {
-            let svgs = files.iter().filter(|file| file.extension().is_some_and(|e| e == "svg"));
-            let names: Vec<String> = svgs.map(|file| file.display().to_string()).collect();
-            report.say(format_args!("\nPictures (also as .png): {}", names.join(" ")))?;
+        for (title, table) in tables {
+            report.table(&title, &table)?;
         }
+        if let Some(directory) = self.directory() {
+            say_pictures(report, &draw(report, &directory)?)?;
+        }
+        Ok(ExitCode::SUCCESS)
     }
-    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints the paths of pictures, if there are any.
+fn say_pictures(report: &mut Report, files: &[PathBuf]) -> Result<(), bench_report::Error> {
+    if files.is_empty() {
+        return Ok(());
+    }
+    let svgs = files.iter().filter(|file| file.extension().is_some_and(|e| e == "svg"));
+    let names: Vec<String> = svgs.map(|file| file.display().to_string()).collect();
+    report.say(format_args!("\nPictures (also as .png): {}", names.join(" ")))
 }

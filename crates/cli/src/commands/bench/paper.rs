@@ -5,22 +5,21 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
-use bench::claims::Claims;
 use bench::paper::experiment::{self, Experiment};
 use bench::paper::results::{ClaimSummary, Results};
 use bench::paper::simulated::SimulatedCluster;
 use bench::paper::testbed::{Machine, Node, Testbed};
 use bench::paper::{Extent, Run, finemem, onesidedmw};
-use bench::record::Record;
-use bench::report::Report;
-use bench::table::{Cell, Table};
+use bench_report::claims::Claims;
+use bench_report::record::Record;
+use bench_report::report::Report;
+use bench_report::table::{Cell, Table};
 use clap::ValueEnum as _;
 use pool::{Options, Pool, Settings};
 
-use super::begin;
+use super::{BenchOutput, say_pictures};
 use crate::UsageError;
 use crate::node::NodeProcess;
-use crate::options::{Output, Pictures};
 
 /// Run a paper's experiments, simulated and measured, with the paper's numbers beside ours
 ///
@@ -72,10 +71,7 @@ pub struct Paper {
     seed: u64,
 
     #[command(flatten)]
-    output: Output,
-
-    #[command(flatten)]
-    pictures: Pictures,
+    output: BenchOutput<()>,
 }
 
 /// A paper with experiments.
@@ -134,8 +130,10 @@ impl Paper {
         }
         let paper = self.paper.expect("clap requires a paper without --list").paper();
         self.experiments(paper)?;
-        let mut report = begin_for(&self)?;
-        let directory = self.pictures.directory(&self.output);
+        // Only measurements on this machine need the warning about its load.
+        let mut report =
+            if self.simulated_only { self.output.report() } else { self.output.begin()? };
+        let directory = self.output.directory();
         if !self.real_only {
             let testbed = SimulatedCluster::new((paper.params)(), self.seed);
             let mode = Mode::simulated(paper);
@@ -181,7 +179,7 @@ impl Paper {
     ) -> anyhow::Result<Vec<(&'static Experiment, Results)>> {
         let extent = if self.quick { Extent::Quick } else { Extent::Full };
         let run_one = |experiment: &Experiment| {
-            let silent = bench::progress::Progress::Silent.bar("", 0);
+            let silent = bench_report::progress::Progress::Silent.bar("", 0);
             let steps = (experiment.steps)(&Run { testbed, extent, bar: &silent });
             let bar = self.output.progress().bar(experiment.name, steps as u64);
             let results = experiment.run(&Run { testbed, extent, bar: &bar }, params);
@@ -217,15 +215,13 @@ impl Paper {
             all.iter().flat_map(|(_, r)| r.records()).map(Record::to_json).collect();
         fs::write(&path, lines.join("\n") + "\n")
             .with_context(|| format!("write {}; choose another --out", path.display()))?;
-        let svgs = files.iter().filter(|file| file.extension().is_some_and(|e| e == "svg"));
-        let names: Vec<String> = svgs.map(|file| file.display().to_string()).collect();
-        report.say(format_args!("\nPictures (also as .png): {}", names.join(" ")))?;
+        say_pictures(report, &files)?;
         report.say(format_args!("Records: {}", path.display()))?;
         Ok(())
     }
 
     fn print_list(&self) -> anyhow::Result<ExitCode> {
-        if self.output.json {
+        if self.output.output.json {
             return Err(UsageError(
                 "--list has no JSON form: leave out --json".into(),
                 "bench paper",
@@ -268,11 +264,6 @@ fn claims_of(experiments: &[&Experiment]) -> Table {
         }
     }
     table
-}
-
-/// Starts the report. Only measurements on this machine need the warning about its load.
-fn begin_for(paper: &Paper) -> Result<Report, bench::Error> {
-    if paper.simulated_only { Ok(paper.output.report()) } else { begin(&paper.output) }
 }
 
 /// A memory node in a separate process, reached over shared memory.

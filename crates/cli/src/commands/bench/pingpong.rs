@@ -6,14 +6,14 @@ use std::process::{Command, ExitCode};
 use anyhow::Context;
 use bench::access::Outcome;
 use bench::pingpong::{self, Operation, PeerInfo, Task};
-use bench::size::Size;
 use pool::Settings;
+use units::Size;
 
-use super::{Rounds, begin, conclude};
+use super::{BenchOutput, Rounds};
 use crate::UsageError;
 use crate::commands::worker::PingpongStep;
 use crate::node::NodeProcess;
-use crate::options::{NicName, Output};
+use crate::options::NicName;
 use crate::worker_process::WorkerProcess;
 
 /// Measure messages between two processes: two-sided SEND and one-sided READ
@@ -58,10 +58,7 @@ pub struct Pingpong {
     in_flight: Vec<u32>,
 
     #[command(flatten)]
-    rounds: Rounds,
-
-    #[command(flatten)]
-    output: Output,
+    output: BenchOutput<Rounds, ()>,
 }
 
 const EXAMPLES: &str = "\
@@ -184,7 +181,7 @@ fn start_worker(socket: Option<&Path>, serves: bool) -> anyhow::Result<WorkerPro
 impl Pingpong {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let tasks = self.tasks()?;
-        let mut report = begin(&self.output)?;
+        let mut report = self.output.begin()?;
         let mut pairs = Vec::new();
         for &nic in &self.nic {
             // The shm NIC exchanges no packets, so --packets does not apply.
@@ -193,7 +190,7 @@ impl Pingpong {
                 pairs.push(ProcessPair::start(nic, packets, self.owner)?);
             }
         }
-        let rounds = self.rounds.rounds;
+        let rounds = self.output.rounds();
         let bar = self.output.progress().bar("pingpong", tasks.len() as u64 * u64::from(rounds));
         for task in tasks {
             let (operation, size) = (task.operation.name(), Size(task.size as u64));
@@ -217,8 +214,10 @@ impl Pingpong {
             }
         }
         drop(bar);
-        let tables = pingpong::tables(report.records());
-        conclude(&mut report, tables, None, |_, _| Ok(Vec::new()))
+        for (title, table) in pingpong::tables(report.records()) {
+            report.table(&title, &table)?;
+        }
+        Ok(ExitCode::SUCCESS)
     }
 
     /// All measurements, in the order of the options.
@@ -244,7 +243,7 @@ impl Pingpong {
                         operation: operation.operation(),
                         size: size.bytes() as usize,
                         in_flight: in_flight as usize,
-                        duration: self.rounds.duration(),
+                        duration: self.output.round_duration(),
                         authenticated: false,
                     });
                 }

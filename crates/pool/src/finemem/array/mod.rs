@@ -30,13 +30,15 @@
 #[cfg(test)]
 mod tests;
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::block::{Block, ORDERS, SECTION};
+use super::block::{Block, ORDERS, Order, SectionIndex};
 use super::header::User;
 use super::layout::Shape;
 use super::log::Capability;
 use super::tree::{BATCH, Verbs};
+use crate::index::{ChunkIndex, IndexRange};
 
 const ORDER_AT: u32 = 14;
 const ORDER_BITS: u64 = 31;
@@ -48,27 +50,26 @@ pub struct Taker {
     /// The owner.
     pub user: User,
     /// Order of the block that contains the chunk.
-    pub order: u32,
+    pub order: Order,
 }
 
 impl Taker {
     /// The word.
     pub fn to_word(self) -> u64 {
-        self.user.raw() as u64 | (self.order as u64) << ORDER_AT
+        self.user.raw() as u64 | u64::from(self.order.raw()) << ORDER_AT
     }
 
     /// Decodes a word; `None` if the chunk is free. Bits outside the fields are ignored.
     pub fn parse(word: u64) -> Option<Self> {
         let user = User::new((word & User::MAX as u64) as u16).unwrap_or(User::NOBODY);
-        let order = (word >> ORDER_AT & ORDER_BITS) as u32;
+        let order = Order::new((word >> ORDER_AT & ORDER_BITS) as u32);
         (word != 0).then_some(Self { user, order })
     }
 
     /// The block that contains `chunk`, if it lies within the pool.
-    pub fn block(self, shape: Shape, chunk: u32) -> Option<Block> {
-        let Self { order, .. } = self;
-        let there = order < ORDERS && chunk >> order < shape.blocks(order);
-        there.then(|| Block { chunk: chunk >> order << order, order })
+    pub fn block(self, shape: Shape, chunk: ChunkIndex) -> Option<Block> {
+        let block = Block::around(chunk, self.order);
+        (self.order.raw() < ORDERS && shape.has_block(block)).then_some(block)
     }
 }
 
@@ -99,7 +100,7 @@ impl Array {
         self.shape
     }
 
-    /// Takes a block of 2^`order` chunks, and reads its capability; `None` if no block was free on
+    /// Takes a block of this order, and reads its capability; `None` if no block was free on
     /// a whole lap.
     ///
     /// # Errors
@@ -107,17 +108,17 @@ impl Array {
     pub async fn allocate<V: Verbs>(
         &self,
         verbs: &V,
-        order: u32,
+        order: Order,
     ) -> Result<Option<(Block, Capability)>, V::Error> {
         let blocks = self.shape.blocks(order);
         // Concurrent searches of this client begin after this one's block.
-        let begin = self.next.fetch_add(1 << order, Ordering::Relaxed).div_ceil(1 << order);
+        let len = order.chunks();
+        let begin = self.next.fetch_add(len, Ordering::Relaxed).div_ceil(len);
         for i in 0..blocks {
-            let at = (begin % blocks + i) % blocks;
-            let block = Block { chunk: at << order, order };
+            let block = Block::nth(order, (begin % blocks + i) % blocks);
             if let Some(capability) = self.try_block(verbs, block).await? {
                 if i > 0 {
-                    self.next.store(block.chunks().end, Ordering::Relaxed);
+                    self.next.store(block.end().raw(), Ordering::Relaxed);
                 }
                 return Ok(Some((block, capability)));
             }
@@ -133,18 +134,18 @@ impl Array {
     ) -> Result<Option<Capability>, V::Error> {
         let taken = Taker { user: self.user, order: block.order }.to_word();
         let key = self.shape.capability(self.shape.entry(block));
-        for first in block.chunks().step_by(BATCH) {
+        for some in block.chunks().batches(BATCH) {
             let mut words = [0; BATCH];
-            let words = &mut words[..BATCH.min((block.chunks().end - first) as usize)];
-            verbs.read(self.shape.log(first), words).await?;
+            let words = &mut words[..some.len()];
+            verbs.read(self.shape.log(some.start), words).await?;
             if self.contention_control && words.iter().any(|word| *word != 0) {
                 return Ok(None);
             }
         }
-        let (last, mut capability) = (block.chunks().end - 1, 0);
-        for chunk in block.chunks() {
+        let mut capability = 0;
+        for chunk in block.chunks().iter() {
             let at = self.shape.log(chunk);
-            let found = if chunk == last {
+            let found = if chunk.plus(1) == block.end() {
                 let found;
                 (found, capability) = verbs.cas_and_read_one(at, 0, taken, key).await?;
                 found
@@ -152,7 +153,7 @@ impl Array {
                 verbs.cas(at, 0, taken).await?
             };
             if found != 0 {
-                for chunk in (block.chunk..chunk).rev() {
+                for chunk in (block.chunk..chunk).iter().rev() {
                     verbs.cas(self.shape.log(chunk), taken, 0).await?;
                 }
                 return Ok(None);
@@ -167,23 +168,25 @@ impl Array {
         &self,
         verbs: &V,
         user: User,
-        section: u32,
+        section: SectionIndex,
     ) -> Result<Vec<Block>, V::Error> {
-        let (begin, end) = (section * SECTION, self.shape.chunks.min((section + 1) * SECTION));
-        let mut words = vec![0; (end - begin) as usize];
-        self.read(verbs, begin, &mut words).await?;
-        let (mut blocks, mut chunk) = (Vec::new(), begin);
-        while chunk < end {
-            let word = words[(chunk - begin) as usize];
+        let chunks = self.shape.chunks_in(section);
+        let mut words = vec![0; chunks.len()];
+        self.read(verbs, chunks.start, &mut words).await?;
+        let words_of = |some: Range<ChunkIndex>| {
+            &words[(chunks.start..some.start).len()..(chunks.start..some.end).len()]
+        };
+        let (mut blocks, mut chunk) = (Vec::new(), chunks.start);
+        while chunk < chunks.end {
+            let word = words_of(chunk..chunk.plus(1))[0];
             let taker = Taker::parse(word).filter(|taker| taker.user == user);
             let Some(taker) = taker else {
-                chunk += 1;
+                chunk = chunk.plus(1);
                 continue;
             };
-            let alone = Block { chunk, order: 0 };
-            let block = taker.block(self.shape, chunk).unwrap_or(alone);
-            if block.chunk >= begin {
-                let mut all = vec![0; 1 << block.order];
+            let block = taker.block(self.shape, chunk).unwrap_or(Block::of_chunk(chunk));
+            if block.chunk >= chunks.start {
+                let mut all = vec![0; block.chunks().len()];
                 self.read(verbs, block.chunk, &mut all).await?;
                 match all.iter().all(|other| *other == word) {
                     true => blocks.push(block),
@@ -192,9 +195,9 @@ impl Array {
             } // else the block begins in an earlier section, and was handled there
             // The chunk at which the allocation failed may belong to a smaller block of the same
             // user.
-            let rest = (chunk - begin) as usize..(block.chunks().end.min(end) - begin) as usize;
-            let rest = &words[rest];
-            chunk += rest.iter().take_while(|other| **other == word).count() as u32;
+            let rest = words_of(chunk..block.end().min(chunks.end));
+            let same = rest.iter().take_while(|other| **other == word).count();
+            chunk = chunk.plus(same as u32);
         }
         Ok(blocks)
     }
@@ -205,7 +208,7 @@ impl Array {
         block: Block,
         word: u64,
     ) -> Result<(), V::Error> {
-        for chunk in block.chunks().rev() {
+        for chunk in block.chunks().iter().rev() {
             verbs.cas(self.shape.log(chunk), word, 0).await?;
         }
         Ok(())
@@ -214,11 +217,13 @@ impl Array {
     async fn read<V: Verbs>(
         &self,
         verbs: &V,
-        from: u32,
+        from: ChunkIndex,
         words: &mut [u64],
     ) -> Result<(), V::Error> {
-        for (first, some) in (from..).step_by(BATCH).zip(words.chunks_mut(BATCH)) {
+        let mut first = from;
+        for some in words.chunks_mut(BATCH) {
             verbs.read(self.shape.log(first), some).await?;
+            first = first.plus(some.len() as u32);
         }
         Ok(())
     }

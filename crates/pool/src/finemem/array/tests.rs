@@ -20,7 +20,7 @@ impl Memory {
     }
 
     fn load(&self, at: Word) -> u64 {
-        self.0[at.0 as usize].load(Ordering::Relaxed)
+        self.0[at.as_usize()].load(Ordering::Relaxed)
     }
 }
 
@@ -39,19 +39,23 @@ impl Verbs for Memory {
 
     async fn read(&self, at: Word, out: &mut [u64]) -> Result<(), Infallible> {
         once().await;
-        (at.0..).zip(out).for_each(|(at, word)| *word = self.load(Word(at)));
+        (0..).zip(out).for_each(|(i, word)| *word = self.load(at.plus(i)));
         Ok(())
     }
 
     async fn cas(&self, at: Word, expected: u64, new: u64) -> Result<u64, Infallible> {
         once().await;
-        let (word, relaxed) = (&self.0[at.0 as usize], Ordering::Relaxed);
+        let (word, relaxed) = (&self.0[at.as_usize()], Ordering::Relaxed);
         Ok(word.compare_exchange(expected, new, relaxed, relaxed).unwrap_or_else(|found| found))
     }
 }
 
 fn shape(chunks: u32) -> Shape {
     Shape { chunks, chunk_bytes: 4096 }
+}
+
+fn block(chunk: u32, order: u32) -> Block {
+    Block { chunk: ChunkIndex::new(chunk), order: Order::new(order) }
 }
 
 fn user(number: u16) -> User {
@@ -84,15 +88,16 @@ fn search_resumes_where_the_last_one_ended() {
 fn search_goes_on(new: fn(Shape, User) -> Array) {
     let shape = shape(8);
     let (memory, array) = (Memory::new(shape), new(shape, user(1)));
-    let take = |order| run(array.allocate(&memory, order)).map(|(block, _)| block.chunk);
+    let take =
+        |order| run(array.allocate(&memory, Order::new(order))).map(|(block, _)| block.chunk.raw());
     assert_eq!((take(0), take(0), take(1), take(0)), (Some(0), Some(1), Some(2), Some(4)));
-    run(array.give_back(&memory, &[Block { chunk: 0, order: 0 }]));
+    run(array.give_back(&memory, &[block(0, 0)]));
     assert_eq!((take(1), take(0), take(0), take(0)), (Some(6), Some(0), Some(5), None));
     let other = new(shape, user(2));
-    run(array.give_back(&memory, &[Block { chunk: 6, order: 1 }]));
-    assert_eq!(run(other.allocate(&memory, 0)).unwrap().0, Block { chunk: 6, order: 0 });
-    assert_eq!(run(other.allocate(&memory, 1)), None);
-    assert_eq!(memory.load(shape.log(7)), 0);
+    run(array.give_back(&memory, &[block(6, 1)]));
+    assert_eq!(run(other.allocate(&memory, Order::new(0))).unwrap().0, block(6, 0));
+    assert_eq!(run(other.allocate(&memory, Order::new(1))), None);
+    assert_eq!(memory.load(shape.log(ChunkIndex::new(7))), 0);
 }
 
 /// A taken chunk costs a round trip, and one more if it is CASed nevertheless.
@@ -101,12 +106,15 @@ fn search_without_contention_control_costs_more() {
     let shape = shape(8);
     let polls = |new: fn(Shape, User) -> Array| {
         let memory = Memory::new(shape);
-        let taken = Taker { user: user(2), order: 0 }.to_word();
-        (0..7).for_each(|at| memory.0[shape.log(at).0 as usize].store(taken, Ordering::Relaxed));
+        let taken = Taker { user: user(2), order: Order::new(0) }.to_word();
+        (0..7).for_each(|at| {
+            memory.0[shape.log(ChunkIndex::new(at)).as_usize()].store(taken, Ordering::Relaxed)
+        });
         let array = new(shape, user(1));
-        let mut task: Pin<Box<dyn Future<Output = _>>> = Box::pin(array.allocate(&memory, 0));
+        let mut task: Pin<Box<dyn Future<Output = _>>> =
+            Box::pin(array.allocate(&memory, Order::new(0)));
         let waited = std::iter::repeat_with(|| step(&mut task)).take_while(Option::is_none).count();
-        assert!((0..7).all(|at| memory.load(shape.log(at)) == taken));
+        assert!((0..7).all(|at| memory.load(shape.log(ChunkIndex::new(at))) == taken));
         waited
     };
     assert_eq!(polls(Array::without_contention_control) - polls(Array::new), 7);
@@ -116,16 +124,21 @@ fn search_without_contention_control_costs_more() {
 fn failed_cas_undoes_the_partial_allocation() {
     let shape = shape(16);
     let (memory, array) = (Memory::new(shape), Array::new(shape, user(1)));
-    let mut task: Pin<Box<dyn Future<Output = _>>> = Box::pin(array.allocate(&memory, 2));
+    let mut task: Pin<Box<dyn Future<Output = _>>> =
+        Box::pin(array.allocate(&memory, Order::new(2)));
     for _ in 0..4 {
         assert_eq!(step(&mut task), None);
     }
-    assert_ne!(memory.load(shape.log(1)), 0, "the allocation has READ four words and taken two");
-    let other = Taker { user: user(2), order: 0 }.to_word();
-    memory.0[shape.log(3).0 as usize].store(other, Ordering::Relaxed);
+    assert_ne!(
+        memory.load(shape.log(ChunkIndex::new(1))),
+        0,
+        "the allocation has READ four words and taken two"
+    );
+    let other = Taker { user: user(2), order: Order::new(0) }.to_word();
+    memory.0[shape.log(ChunkIndex::new(3)).as_usize()].store(other, Ordering::Relaxed);
     let taken = std::iter::repeat_with(|| step(&mut task)).flatten().next().unwrap();
-    assert_eq!(taken.unwrap().0, Block { chunk: 4, order: 2 });
-    let words = [0, 1, 2, 3].map(|chunk| memory.load(shape.log(chunk)));
+    assert_eq!(taken.unwrap().0, block(4, 2));
+    let words = [0, 1, 2, 3].map(|chunk| memory.load(shape.log(ChunkIndex::new(chunk))));
     assert_eq!(words, [0, 0, 0, other]);
 }
 
@@ -135,17 +148,20 @@ fn invalid_array_words_yield_no_large_block() {
     let memory = Memory::new(shape);
     let me = user(3);
     for (chunk, word) in [
-        (0, Taker { user: me, order: 31 }.to_word()),
-        (9, Taker { user: me, order: 9 }.to_word()),
-        (599, Taker { user: me, order: 3 }.to_word()),
+        (0, Taker { user: me, order: Order::new(31) }.to_word()),
+        (9, Taker { user: me, order: Order::new(9) }.to_word()),
+        (599, Taker { user: me, order: Order::new(3) }.to_word()),
         (20, u64::MAX),
-        (30, Taker { user: user(4), order: 0 }.to_word()),
+        (30, Taker { user: user(4), order: Order::new(0) }.to_word()),
     ] {
-        memory.0[shape.log(chunk).0 as usize].store(word, Ordering::Relaxed);
+        memory.0[shape.log(ChunkIndex::new(chunk)).as_usize()].store(word, Ordering::Relaxed);
     }
     let array = Array::new(shape, User::NOBODY);
-    let found: Vec<_> = (0..2).flat_map(|at| run(array.taken_by(&memory, me, at))).collect();
-    assert!(found.iter().all(|block| block.order == 0), "{found:?}");
+    let found: Vec<_> = shape
+        .each_section()
+        .flat_map(|section| run(array.taken_by(&memory, me, section)))
+        .collect();
+    assert!(found.iter().all(|block| block.order == Order::new(0)), "{found:?}");
 }
 
 /// A block that cannot be taken completely, because its taker owns a part of it, must not hide that
@@ -154,16 +170,21 @@ fn invalid_array_words_yield_no_large_block() {
 fn partial_block_before_an_own_block_is_recovered() {
     let shape = shape(16);
     let (memory, array) = (Memory::new(shape), Array::new(shape, user(1)));
-    let mut task: Pin<Box<dyn Future<Output = _>>> = Box::pin(array.allocate(&memory, 3));
+    let mut task: Pin<Box<dyn Future<Output = _>>> =
+        Box::pin(array.allocate(&memory, Order::new(3)));
     for _ in 0..4 {
         assert_eq!(step(&mut task), None);
     }
     drop(task);
-    assert_ne!(memory.load(shape.log(0)), 0, "the allocation has taken its first chunk");
+    assert_ne!(
+        memory.load(shape.log(ChunkIndex::new(0))),
+        0,
+        "the allocation has taken its first chunk"
+    );
     array.next.store(4, Ordering::Relaxed);
-    assert_eq!(run(array.allocate(&memory, 1)).unwrap().0, Block { chunk: 4, order: 1 });
-    assert_eq!(run(array.taken_by(&memory, user(1), 0)), [Block { chunk: 4, order: 1 }]);
-    assert_eq!(memory.load(shape.log(0)), 0);
+    assert_eq!(run(array.allocate(&memory, Order::new(1))).unwrap().0, block(4, 1));
+    assert_eq!(run(array.taken_by(&memory, user(1), SectionIndex::new(0))), [block(4, 1)]);
+    assert_eq!(memory.load(shape.log(ChunkIndex::new(0))), 0);
 }
 
 proptest! {
@@ -184,7 +205,10 @@ proptest! {
             let mut tasks: Vec<Pin<Box<dyn Future<Output = _>>>> = users
                 .iter()
                 .zip(&orders)
-                .map(|(array, orders)| Box::pin(array.allocate(memory, orders[0])) as Pin<Box<_>>)
+                .map(|(array, orders)| {
+                    let first = Order::new(orders[0]);
+                    Box::pin(array.allocate(memory, first)) as Pin<Box<_>>
+                })
                 .collect();
             for turn in turns {
                 let who = turn.index(users.len());
@@ -196,22 +220,22 @@ proptest! {
                     held[who].extend(block.map(|(block, _)| block));
                     at[who] += 1;
                     let next = orders[who].get(at[who]).copied().unwrap_or(0);
-                    tasks[who] = Box::pin(users[who].allocate(memory, next));
+                    tasks[who] = Box::pin(users[who].allocate(memory, Order::new(next)));
                 }
             }
         }
         // All users crash here.
         let mut owned = vec![false; chunks as usize];
         for (array, held) in users.iter().zip(&held) {
-            let found = run(array.taken_by(memory, array.user, 0));
+            let found = run(array.taken_by(memory, array.user, SectionIndex::new(0)));
             for block in held {
                 prop_assert!(found.contains(block), "{block:?} is forgotten");
             }
-            for chunk in found.iter().flat_map(|block| block.chunks()) {
-                prop_assert!(!std::mem::replace(&mut owned[chunk as usize], true));
+            for chunk in found.iter().flat_map(|block| block.chunks().iter()) {
+                prop_assert!(!std::mem::replace(&mut owned[chunk.as_usize()], true));
             }
             run(array.give_back(memory, &found));
         }
-        prop_assert!((0..chunks).all(|chunk| memory.load(shape.log(chunk)) == 0));
+        prop_assert!(shape.each_chunk().all(|chunk| memory.load(shape.log(chunk)) == 0));
     }
 }

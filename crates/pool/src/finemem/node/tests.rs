@@ -81,7 +81,7 @@ impl Bed {
     fn die_with_a_chunk(&mut self) {
         let user = User::new(self.metadata.user).unwrap();
         let tree = Tree::new(self.node.shape, user);
-        let taken = words::now(tree.allocate(&self.node.words, 0)).unwrap();
+        let taken = words::now(tree.allocate(&self.node.words, CHUNK_ORDER)).unwrap();
         assert!(taken.is_some());
         assert_eq!(self.node.free_chunks(), CHUNKS - 1);
         self.node.retire(self.id).unwrap();

@@ -11,14 +11,14 @@
 //! leaves parts behind, the first section is not among them.
 
 use super::flush::{has_taken, pending};
-use super::{BATCH, CONTENDED_BELOW, CONTENDED_FROM, Place, Seen, Tree, Verbs};
-use crate::finemem::block::{Block, Layer, SECTION, SECTION_ORDER, SPAN_ORDER};
+use super::{BATCH, CONTENDED_BELOW, CONTENDED_FROM, Seen, Tree, Verbs};
+use crate::finemem::block::{Block, Layer, Order, Place, SPAN_ORDER, SectionIndex, SpanIndex};
 use crate::finemem::header::{
-    CHUNKS, Header, Record, SPANS, Spread, Timestamp, chunk_mask, find_chunks, find_spans,
-    span_mask,
+    Header, Record, SPANS, Spread, Timestamp, chunk_mask, find_chunks, find_spans, span_mask,
 };
 use crate::finemem::layout::Word;
 use crate::finemem::log::Capability;
+use crate::index::IndexRange;
 
 /// Order in which states of spans are tried (FineMem §4.1).
 const PREFERENCE: [Spread; 3] = [Spread::Normal, Spread::Empty, Spread::Contended];
@@ -77,13 +77,13 @@ enum Wanted {
 
 impl Wanted {
     /// Finds room: the block, its bits in the header, and its log record.
-    fn find(self, section: u32, header: Header) -> Option<(Block, u32, Record)> {
+    fn find(self, section: SectionIndex, header: Header) -> Option<(Block, u32, Record)> {
         match self {
             Self::Spans(size) => {
                 let offset = find_spans(header.bitmap(), size)?;
-                let chunk = section * SECTION + (offset << SPAN_ORDER);
-                let block = Block { chunk, order: size + SPAN_ORDER };
-                let record = Record { offset, size, ..Record::default() };
+                let chunk = section.span(offset).first_chunk();
+                let block = Block { chunk, order: SPAN_ORDER.plus(size) };
+                let record = Record { offset: offset.raw(), size, ..Record::default() };
                 Some((block, span_mask(offset, size), record))
             }
             Self::Part(block) => {
@@ -96,7 +96,7 @@ impl Wanted {
 
 /// Log record of a section that is part of a block, without time and owner.
 pub(super) fn part(block: Block) -> Record {
-    let offset = block.order - SECTION_ORDER;
+    let offset = block.order.in_sections();
     Record { offset, size: Record::PART, ..Record::default() }
 }
 
@@ -115,7 +115,7 @@ fn spread_after(header: Header, before: Spread, failures: u32) -> Spread {
 }
 
 impl Tree {
-    /// Allocates a block of 2^`order` chunks; `None` if there is none. On return this user owns the
+    /// Allocates a block of this order; `None` if there is none. On return this user owns the
     /// block, and the full log records that.
     ///
     /// # Errors
@@ -123,7 +123,7 @@ impl Tree {
     pub async fn allocate<V: Verbs>(
         &self,
         verbs: &V,
-        order: u32,
+        order: Order,
     ) -> Result<Option<Taken>, V::Error> {
         if self.shape.blocks(order) == 0 {
             return Ok(None);
@@ -131,7 +131,7 @@ impl Tree {
         for search in [Search::Cached, Search::Exhaustive] {
             self.load_sections(verbs, search).await?;
             let found = match search {
-                _ if order > SECTION_ORDER => self.search_groups(verbs, order).await?,
+                _ if order.has_parts() => self.search_groups(verbs, order).await?,
                 Search::Exhaustive => self.search_all(verbs, order).await?,
                 Search::Relocating | Search::Cached => self.search_cached(verbs, order).await?,
             };
@@ -143,10 +143,10 @@ impl Tree {
     }
 
     async fn load_sections<V: Verbs>(&self, verbs: &V, search: Search) -> Result<(), V::Error> {
-        for first in (0..self.shape.sections()).step_by(BATCH) {
-            let count = self.shape.sections() - first;
-            if search == Search::Exhaustive || self.known(Place::section(first)).is_none() {
-                self.read_headers(verbs, Place::section(first), count).await?;
+        for some in (SectionIndex::new(0)..self.shape.sections_end()).batches(BATCH) {
+            let first = Place::Section(some.start);
+            if search == Search::Exhaustive || self.known(first).is_none() {
+                self.read_headers(verbs, first, some.len()).await?;
             }
         }
         Ok(())
@@ -156,17 +156,17 @@ impl Tree {
     async fn search_cached<V: Verbs>(
         &self,
         verbs: &V,
-        order: u32,
+        order: Order,
     ) -> Result<Option<Taken>, V::Error> {
-        let states = if order < SPAN_ORDER { &PREFERENCE[..] } else { &[Spread::Empty] };
-        let total = self.shape.sections();
-        let start = self.start.scaled_to(total);
+        let is_small = order.layer() == Layer::Span;
+        let states = if is_small { &PREFERENCE[..] } else { &[Spread::Empty] };
+        let (zero, start, end) =
+            (SectionIndex::new(0), self.start_section(), self.shape.sections_end());
         // Sections whose headers this search has re-read, and the number to re-read next time.
-        let (mut fresh, mut next_fresh) = (0..0, REREAD_MIN);
-        let mut moves =
-            if self.contention_control && order < SPAN_ORDER { RELOCATIONS_MAX } else { 0 };
+        let (mut fresh, mut next_fresh) = (zero..zero, REREAD_MIN);
+        let mut moves = if self.contention_control && is_small { RELOCATIONS_MAX } else { 0 };
         for &spread in states {
-            for range in [start..total, 0..start] {
+            for range in [start..end, zero..start] {
                 let mut from = range.start;
                 let next = |from| self.cache.lock().next(from, spread, order);
                 while let Some(section) = next(from).filter(|section| *section < range.end) {
@@ -176,8 +176,8 @@ impl Tree {
                     let taken =
                         self.try_section(verbs, section, order, &[spread], search, old).await?;
                     if taken.is_some() {
-                        if section != start && order < SPAN_ORDER {
-                            self.start.set_start(section, total);
+                        if section != start && is_small {
+                            self.set_start_section(section);
                         } else if section != start && self.contention_control {
                             self.start.relocate();
                         }
@@ -193,17 +193,26 @@ impl Tree {
                     if is_old {
                         // Two READs refresh many headers; otherwise each outdated header would cost
                         // a failed CAS.
-                        fresh = section..total.min(section + next_fresh);
+                        fresh = section..end.min(section.plus(next_fresh));
                         next_fresh = REREAD_MAX.min(4 * next_fresh);
                         self.read_whole_sections(verbs, fresh.clone()).await?;
                         continue;
                     }
                     self.cache.lock().found_none(section, spread, order);
-                    from = section + 1;
+                    from = section.plus(1);
                 }
             }
         }
         Ok(None)
+    }
+
+    /// The section at which the next search begins.
+    fn start_section(&self) -> SectionIndex {
+        SectionIndex::new(self.start.scaled_to(self.shape.sections()))
+    }
+
+    fn set_start_section(&self, section: SectionIndex) {
+        self.start.set_start(section.raw(), self.shape.sections());
     }
 
     /// Searches other sections after a collision, with re-read headers: first a section that is
@@ -212,21 +221,22 @@ impl Tree {
     async fn search_elsewhere<V: Verbs>(
         &self,
         verbs: &V,
-        order: u32,
+        order: Order,
         moves: &mut u32,
     ) -> Result<Option<Taken>, V::Error> {
-        let total = self.shape.sections();
         loop {
-            let from = self.start.scaled_to(total);
+            let from = self.start_section();
             let used = {
                 let cache = self.cache.lock();
                 let next = |from| cache.next(from, Spread::Normal, order);
-                next(from).or_else(|| next(0)).filter(|_| *moves == RELOCATIONS_MAX)
+                next(from)
+                    .or_else(|| next(SectionIndex::new(0)))
+                    .filter(|_| *moves == RELOCATIONS_MAX)
             };
             *moves -= 1;
             let section = used.unwrap_or(from);
-            self.start.set_start(section, total);
-            self.read_whole_sections(verbs, section..section + 1).await?;
+            self.set_start_section(section);
+            self.read_whole_sections(verbs, section..section.plus(1)).await?;
             let (spreads, search) = (&PREFERENCE[..2], Search::Relocating);
             let taken = self.try_section(verbs, section, order, spreads, search, None).await?;
             if taken.is_some() || *moves == 0 || !self.start.take_collision() {
@@ -236,14 +246,19 @@ impl Tree {
     }
 
     /// Searches all sections: reads all headers of spans, many with one READ.
-    async fn search_all<V: Verbs>(&self, verbs: &V, order: u32) -> Result<Option<Taken>, V::Error> {
-        let total = self.shape.sections();
-        let batches = total.div_ceil(SECTIONS_PER_READ);
+    async fn search_all<V: Verbs>(
+        &self,
+        verbs: &V,
+        order: Order,
+    ) -> Result<Option<Taken>, V::Error> {
+        let end = self.shape.sections_end();
+        let batches = end.raw().div_ceil(SECTIONS_PER_READ);
         for i in 0..batches {
             let first = (self.start.scaled_to(batches) + i) % batches * SECTIONS_PER_READ;
-            let sections = first..total.min(first + SECTIONS_PER_READ);
-            if order >= SPAN_ORDER {
-                for section in sections {
+            let first = SectionIndex::new(first);
+            let sections = first..end.min(first.plus(SECTIONS_PER_READ));
+            if order.layer() == Layer::Section {
+                for section in sections.iter() {
                     let (spread, search) = (Spread::Empty, Search::Exhaustive);
                     let taken =
                         self.try_section(verbs, section, order, &[spread], search, None).await?;
@@ -253,12 +268,12 @@ impl Tree {
                 }
                 continue;
             }
-            let spans = (sections.end - sections.start) * SPANS;
-            self.read_headers(verbs, Place::span(first * SPANS), spans).await?;
+            let spans = sections.len() * SPANS as usize;
+            self.read_headers(verbs, Place::Span(first.first_span()), spans).await?;
             // Includes spans marked full in the section's header, because that hint may be
             // outdated.
             for spread in PREFERENCE.into_iter().chain([Spread::Full]) {
-                for section in sections.clone() {
+                for section in sections.clone().iter() {
                     let search = Search::Exhaustive;
                     let taken =
                         self.try_section(verbs, section, order, &[spread], search, None).await?;
@@ -277,14 +292,14 @@ impl Tree {
     async fn try_section<V: Verbs>(
         &self,
         verbs: &V,
-        index: u32,
-        order: u32,
+        index: SectionIndex,
+        order: Order,
         spreads: &[Spread],
         search: Search,
         mut is_old: Option<&mut bool>,
     ) -> Result<Option<Taken>, V::Error> {
-        if order >= SPAN_ORDER {
-            let wanted = Wanted::Spans(order - SPAN_ORDER);
+        if order.layer() == Layer::Section {
+            let wanted = Wanted::Spans(order.in_spans());
             return self.try_spans(verbs, index, wanted, search).await;
         }
         // Of the spans marked full, only those whose own header shows room.
@@ -293,12 +308,12 @@ impl Tree {
             _ => u32::MAX,
         };
         for at in self.start.spans() {
-            let Some(section) = self.known(Place::section(index)) else { return Ok(None) };
-            if !spreads.contains(&section.header.spread(at)) || some >> at & 1 == 0 {
+            let Some(section) = self.known(Place::Section(index)) else { return Ok(None) };
+            if !spreads.contains(&section.header.spread(at)) || some >> at.raw() & 1 == 0 {
                 continue;
             }
-            let span = index * SPANS + at;
-            let known = || self.known(Place::span(span)).map(|seen| seen.header.bitmap());
+            let span = index.span(at);
+            let known = || self.known(Place::Span(span)).map(|seen| seen.header.bitmap());
             let before = known();
             let taken = self.try_span(verbs, span, order, section, search).await?;
             if taken.is_some() || search == Search::Relocating && self.start.has_collision() {
@@ -319,18 +334,18 @@ impl Tree {
     async fn try_span<V: Verbs>(
         &self,
         verbs: &V,
-        span: u32,
-        order: u32,
+        span: SpanIndex,
+        order: Order,
         mut section: Seen,
         search: Search,
     ) -> Result<Option<Taken>, V::Error> {
-        let (place, at) = (Place::span(span), span % SPANS);
+        let (place, at) = (Place::Span(span), span.in_section());
         let mut seen = self.cached_or_read(verbs, place).await?;
         let mut failures = 0;
         let mut is_late = false;
         loop {
             let header = seen.header;
-            let Some(offset) = find_chunks(header.bitmap(), order, 0) else {
+            let Some(offset) = find_chunks(header.bitmap(), order) else {
                 if header.bitmap() != u32::MAX || failures > 0 {
                     return Ok(None);
                 }
@@ -354,8 +369,8 @@ impl Tree {
             }
             self.flush(verbs, place, seen).await?;
             let record = Record {
-                offset,
-                size: order,
+                offset: offset.raw(),
+                size: order.raw(),
                 timestamp: timestamp(Layer::Span, header, true),
                 user: self.user,
             };
@@ -364,7 +379,7 @@ impl Tree {
                 .with_record(record)
                 .with_retry(level(self.effective_failures(failures)))
                 .with_in_use(true);
-            let block = Block { chunk: span * CHUNKS + offset, order };
+            let block = Block { chunk: span.chunk(offset), order };
             match self.commit(verbs, place, header, taken, block).await? {
                 Ok(capability) => {
                     let spread = spread_after(
@@ -400,7 +415,7 @@ impl Tree {
         block: Block,
     ) -> Result<Result<Capability, Seen>, V::Error> {
         let at = place.word(self.shape);
-        let log = pending(place.layer, place.index, to).map_or(block.chunk, |(chunk, _)| chunk);
+        let log = pending(place, to).map_or(block.chunk, |(chunk, _)| chunk);
         let capability = self.shape.capability(self.shape.entry(block));
         let then: [Word; 3] = [self.shape.log(log), at, capability];
         let (found, [full, now, capability]) = verbs.cas_and_read(at, from.0, to.0, then).await?;
@@ -415,8 +430,8 @@ impl Tree {
 
     /// Opens a span for the allocation of chunks. Returns the section's header after that; `None`
     /// if the whole span is taken.
-    async fn open<V: Verbs>(&self, verbs: &V, span: u32) -> Result<Option<Seen>, V::Error> {
-        let (place, at) = (Place::section(span / SPANS), span % SPANS);
+    async fn open<V: Verbs>(&self, verbs: &V, span: SpanIndex) -> Result<Option<Seen>, V::Error> {
+        let (place, at) = (Place::Section(span.section()), span.in_section());
         let mut seen = self.cached_or_read(verbs, place).await?;
         loop {
             let header = seen.header;
@@ -427,7 +442,7 @@ impl Tree {
             };
             self.flush(verbs, place, seen).await?;
             let record = Record {
-                offset: at,
+                offset: at.raw(),
                 size: Record::OPENED,
                 timestamp: header.record().timestamp.next(),
                 user: self.user,
@@ -444,11 +459,11 @@ impl Tree {
     async fn try_spans<V: Verbs>(
         &self,
         verbs: &V,
-        index: u32,
+        index: SectionIndex,
         wanted: Wanted,
         search: Search,
     ) -> Result<Option<Taken>, V::Error> {
-        let place = Place::section(index);
+        let place = Place::Section(index);
         let mut seen = self.cached_or_read(verbs, place).await?;
         let mut failures = 0;
         loop {
@@ -480,12 +495,11 @@ impl Tree {
     async fn search_groups<V: Verbs>(
         &self,
         verbs: &V,
-        order: u32,
+        order: Order,
     ) -> Result<Option<Taken>, V::Error> {
         let total = self.shape.blocks(order);
         for i in 0..total {
-            let block =
-                Block { chunk: ((self.start.scaled_to(total) + i) % total) << order, order };
+            let block = Block::nth(order, (self.start.scaled_to(total) + i) % total);
             let Some(parts) = block.parts() else { return Ok(None) };
             let empty = self.cache.lock().are_empty(parts);
             if empty && let Some(taken) = self.try_group(verbs, block).await? {
@@ -502,13 +516,13 @@ impl Tree {
         verbs: &V,
         block: Block,
     ) -> Result<Option<Taken>, V::Error> {
-        let parts = block.parts().unwrap_or_default();
+        let Some(parts) = block.parts() else { return Ok(None) };
         let mut taken_part = None;
-        for section in parts.clone().rev() {
+        for section in parts.clone().iter().rev() {
             let wanted = Wanted::Part(block);
             taken_part = self.try_spans(verbs, section, wanted, Search::Exhaustive).await?;
             if taken_part.is_none() {
-                for taken in section + 1..parts.end {
+                for taken in (section.plus(1)..parts.end).iter() {
                     self.give_back_part(verbs, taken, block, self.user).await?;
                 }
                 break;

@@ -22,10 +22,11 @@
 //! FineMem compares the timestamps of both logs instead. Timestamps are ordered only within 64
 //! changes: for a chunk not changed for longer, a new log would be taken for an old one, and lost.
 
-use super::{Place, Seen, Tree, Verbs};
-use crate::finemem::block::{Layer, SECTION};
-use crate::finemem::header::{CHUNKS, Header, Record, SPANS, Spread, User};
+use super::{Seen, Tree, Verbs};
+use crate::finemem::block::{ChunkOffset, Layer, Place, SpanOffset};
+use crate::finemem::header::{Header, Record, SPANS, Spread, User};
 use crate::finemem::log::FullLog;
+use crate::index::ChunkIndex;
 
 /// True if the last change of a header was an allocation.
 pub(in crate::finemem) fn has_taken(layer: Layer, header: Header) -> bool {
@@ -34,26 +35,24 @@ pub(in crate::finemem) fn has_taken(layer: Layer, header: Header) -> bool {
         (Layer::Span, _) => header.bitmap() >> offset & 1 == 1,
         (Layer::Section, Record::OPENED) => false,
         (Layer::Section, Record::PART) => header.bitmap() == u32::MAX,
-        (Layer::Section, _) => header.spread(offset % SPANS) == Spread::Full,
+        (Layer::Section, _) => header.spread(SpanOffset::new(offset % SPANS)) == Spread::Full,
     }
 }
 
 /// The first chunk of a header's last change, and the full log to write for it; `None` if there is
 /// nothing to write.
-pub(in crate::finemem) fn pending(
-    layer: Layer,
-    index: u32,
-    header: Header,
-) -> Option<(u32, FullLog)> {
-    let record = header.record();
+pub(in crate::finemem) fn pending(place: Place, header: Header) -> Option<(ChunkIndex, FullLog)> {
+    let (layer, record) = (place.layer(), header.record());
     if record.user == User::NOBODY || layer == Layer::Section && record.size == Record::OPENED {
         return None;
     }
-    let chunk = match layer {
-        Layer::Span => index * CHUNKS + record.offset,
-        Layer::Section if record.size == Record::PART => index * SECTION,
+    let chunk = match place {
+        Place::Span(span) => span.chunk(ChunkOffset::new(record.offset)),
+        Place::Section(section) if record.size == Record::PART => section.first_chunk(),
         // A section has 16 spans; a larger offset is invalid.
-        Layer::Section => index * SECTION + record.offset % SPANS * CHUNKS,
+        Place::Section(section) => {
+            section.span(SpanOffset::new(record.offset % SPANS)).first_chunk()
+        }
     };
     Some((chunk, FullLog::of(record, has_taken(layer, header), layer)))
 }
@@ -77,9 +76,8 @@ impl Tree {
         seen: Seen,
         mut read: Option<(u64, u64)>,
     ) -> Result<(), V::Error> {
-        let Place { layer, index } = place;
-        let pending =
-            pending(layer, index, seen.header).filter(|(chunk, _)| *chunk < self.shape.chunks);
+        let layer = place.layer();
+        let pending = pending(place, seen.header).filter(|(chunk, _)| *chunk < self.shape.end());
         let Some((chunk, log)) = pending.filter(|_| !seen.flushed) else { return Ok(()) };
         let (record, taken) = (seen.header.record(), log.taken);
         let (at, wanted) = (self.shape.log(chunk), log.to_word());

@@ -2,9 +2,10 @@
 //! beginning with its first section: from then on it has no owner.
 
 use super::allocate::{part, timestamp};
-use super::{Place, Seen, Tree, Verbs};
-use crate::finemem::block::{Block, Layer, SECTION, SPAN_ORDER};
-use crate::finemem::header::{CHUNKS, Header, Record, SPANS, Spread, User, chunk_mask, span_mask};
+use super::{Seen, Tree, Verbs};
+use crate::finemem::block::{Block, Layer, Place, SectionIndex, SpanIndex};
+use crate::finemem::header::{Header, Record, Spread, User, chunk_mask, span_mask};
+use crate::index::IndexRange;
 
 impl Tree {
     /// Frees blocks of `owner`: several of one span or of one section by one CAS, or one block of
@@ -35,7 +36,7 @@ impl Tree {
         last: Block,
         owner: User,
     ) -> Result<(), V::Error> {
-        let mask = blocks.iter().fold(0, |m, b| m | chunk_mask(b.chunk % CHUNKS, b.order));
+        let mask = blocks.iter().fold(0, |m, b| m | chunk_mask(b.chunk.in_span(), b.order));
         self.give_back_bits(verbs, mask, last, owner).await
     }
 
@@ -47,10 +48,10 @@ impl Tree {
         last: Block,
         owner: User,
     ) -> Result<(), V::Error> {
-        let span = last.chunk / CHUNKS;
-        let (place, at) = (Place::span(span), span % SPANS);
+        let span = last.chunk.span();
+        let (place, above) = (Place::Span(span), Place::Section(span.section()));
         // The section's header as it was before the span changes.
-        let mut section = self.cached_or_read(verbs, Place::section(span / SPANS)).await?;
+        let mut section = self.cached_or_read(verbs, above).await?;
         let mut is_new = false;
         let mut seen = self.cached_or_read(verbs, place).await?;
         let free = loop {
@@ -60,12 +61,12 @@ impl Tree {
             if bitmap == 0 && !is_new {
                 // With an outdated section header, the closing would mistake an old opening for a
                 // concurrent one.
-                section = self.read_header(verbs, Place::section(span / SPANS)).await?;
+                section = self.read_header(verbs, above).await?;
                 is_new = true;
             }
             let record = Record {
-                offset: last.chunk % CHUNKS,
-                size: last.order,
+                offset: last.chunk.in_span().raw(),
+                size: last.order.raw(),
                 timestamp: timestamp(Layer::Span, header, false),
                 user: owner,
             };
@@ -78,7 +79,7 @@ impl Tree {
         self.flush(verbs, place, Seen { header: free, flushed: false }).await?;
         if !free.in_use() {
             self.close(verbs, span, free, section.header).await?;
-        } else if section.header.spread(at) == Spread::Full {
+        } else if section.header.spread(span.in_section()) == Spread::Full {
             self.update_hint(verbs, span, section.header, Spread::Normal).await?;
         }
         Ok(())
@@ -90,11 +91,11 @@ impl Tree {
     pub(super) async fn close<V: Verbs>(
         &self,
         verbs: &V,
-        span: u32,
+        span: SpanIndex,
         mut header: Header,
         mut section: Header,
     ) -> Result<(), V::Error> {
-        let (place, at) = (Place::section(span / SPANS), span % SPANS);
+        let (place, at) = (Place::Section(span.section()), span.in_section());
         loop {
             if section.spread(at) != Spread::Empty {
                 let closed = section.with_spread(at, Spread::Empty);
@@ -105,7 +106,7 @@ impl Tree {
                 // State full is an outdated hint here: an opening would leave state normal or
                 // contended.
                 let last = section.record();
-                let is_opened = last.size == Record::OPENED && last.offset == at;
+                let is_opened = last.size == Record::OPENED && last.offset == at.raw();
                 if is_opened && section.spread(at) != Spread::Full {
                     return Ok(());
                 }
@@ -126,10 +127,10 @@ impl Tree {
     pub(super) async fn renew<V: Verbs>(
         &self,
         verbs: &V,
-        span: u32,
+        span: SpanIndex,
         header: Header,
     ) -> Result<Option<Header>, V::Error> {
-        let place = Place::span(span);
+        let place = Place::Span(span);
         self.flush(verbs, place, Seen { header, flushed: false }).await?;
         let record = header.record();
         let record = Record { timestamp: record.timestamp.next(), ..record };
@@ -145,23 +146,23 @@ impl Tree {
         owner: User,
     ) -> Result<(), V::Error> {
         if let Some(parts) = last.parts() {
-            for section in parts {
+            for section in parts.iter() {
                 self.give_back_part(verbs, section, last, owner).await?;
             }
             return Ok(());
         }
-        let offset = |b: &Block| (b.chunk % SECTION) >> SPAN_ORDER;
-        let mask = blocks.iter().fold(0, |m, b| m | span_mask(offset(b), b.order - SPAN_ORDER));
-        let (offset, size) = (offset(&last), last.order - SPAN_ORDER);
+        let offset = |b: &Block| b.chunk.span().in_section();
+        let mask = blocks.iter().fold(0, |m, b| m | span_mask(offset(b), b.order.in_spans()));
+        let (offset, size) = (offset(&last).raw(), last.order.in_spans());
         let record = Record { offset, size, user: owner, ..Record::default() };
-        self.clear_spans(verbs, last.chunk / SECTION, mask, record).await
+        self.clear_spans(verbs, last.chunk.section(), mask, record).await
     }
 
     /// Frees a section that is part of `block`.
     pub(super) async fn give_back_part<V: Verbs>(
         &self,
         verbs: &V,
-        section: u32,
+        section: SectionIndex,
         block: Block,
         owner: User,
     ) -> Result<(), V::Error> {
@@ -172,11 +173,11 @@ impl Tree {
     async fn clear_spans<V: Verbs>(
         &self,
         verbs: &V,
-        index: u32,
+        index: SectionIndex,
         mask: u32,
         record: Record,
     ) -> Result<(), V::Error> {
-        let place = Place::section(index);
+        let place = Place::Section(index);
         let mut seen = self.cached_or_read(verbs, place).await?;
         let free = loop {
             let header = seen.header;

@@ -52,9 +52,10 @@ use parking_lot::Mutex;
 use cache::Cache;
 use start::StartPosition;
 
-use super::block::Layer;
+use super::block::{Place, SectionIndex, SpanIndex};
 use super::header::{Header, SPANS, Spread, User};
 use super::layout::{Shape, Word};
+use crate::index::IndexRange;
 
 /// CAS failures of one allocation at which a span becomes contended (FineMem §4.1).
 pub const CONTENDED_FROM: u32 = 10;
@@ -157,30 +158,6 @@ struct Seen {
     flushed: bool,
 }
 
-/// A section's or a span's header, by index.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Place {
-    layer: Layer,
-    index: u32,
-}
-
-impl Place {
-    fn section(index: u32) -> Self {
-        Self { layer: Layer::Section, index }
-    }
-
-    fn span(index: u32) -> Self {
-        Self { layer: Layer::Span, index }
-    }
-
-    fn word(self, shape: Shape) -> Word {
-        match self.layer {
-            Layer::Section => shape.section(self.index),
-            Layer::Span => shape.span(self.index),
-        }
-    }
-}
-
 /// A tree, with the cache and the search state of one user.
 pub struct Tree {
     shape: Shape,
@@ -238,11 +215,11 @@ impl Tree {
         if let Some(seen) = self.known(place) {
             return Ok(seen);
         }
-        let (first, count) = match place.layer {
-            Layer::Section => (place.index, self.shape.sections() - place.index),
-            Layer::Span => (place.index / SPANS * SPANS, SPANS),
+        let (first, count) = match place {
+            Place::Section(section) => (place, (section..self.shape.sections_end()).len()),
+            Place::Span(span) => (Place::Span(span.section().first_span()), SPANS as usize),
         };
-        self.read_headers(verbs, Place { index: first, ..place }, count).await?;
+        self.read_headers(verbs, first, count).await?;
         Ok(self.known(place).unwrap_or_default())
     }
 
@@ -251,13 +228,13 @@ impl Tree {
         &self,
         verbs: &V,
         from: Place,
-        count: u32,
+        count: usize,
     ) -> Result<(), V::Error> {
-        let mut words = vec![0; BATCH.min(count as usize)];
+        let mut words = vec![0; BATCH.min(count)];
         verbs.read(from.word(self.shape), &mut words).await?;
         let mut cache = self.cache.lock();
-        for (index, word) in (from.index..).zip(&words) {
-            cache.remember(Place { index, ..from }, Header(*word), false);
+        for (i, word) in (0..).zip(&words) {
+            cache.remember(from.plus(i), Header(*word), false);
         }
         Ok(())
     }
@@ -266,17 +243,18 @@ impl Tree {
     async fn read_whole_sections<V: Verbs>(
         &self,
         verbs: &V,
-        sections: std::ops::Range<u32>,
+        sections: std::ops::Range<SectionIndex>,
     ) -> Result<(), V::Error> {
         let count = sections.len();
         let (mut own, mut spans) = (vec![0; count], vec![0; count * SPANS as usize]);
-        let (first, span) = (Place::section(sections.start), Place::span(sections.start * SPANS));
+        let first = Place::Section(sections.start);
+        let span = Place::Span(sections.start.first_span());
         let at = [first, span].map(|place| place.word(self.shape));
         verbs.read_two((at[0], &mut own), (at[1], &mut spans)).await?;
         let mut cache = self.cache.lock();
         for (from, words) in [(first, own), (span, spans)] {
-            for (index, word) in (from.index..).zip(words) {
-                cache.remember(Place { index, ..from }, Header(word), false);
+            for (i, word) in (0..).zip(words) {
+                cache.remember(from.plus(i), Header(word), false);
             }
         }
         Ok(())
@@ -304,16 +282,14 @@ impl Tree {
     async fn update_hint<V: Verbs>(
         &self,
         verbs: &V,
-        span: u32,
+        span: SpanIndex,
         seen: Header,
         spread: Spread,
     ) -> Result<(), V::Error> {
-        let (section, at) = (span / SPANS, span % SPANS);
+        let (section, at) = (Place::Section(span.section()), span.in_section());
         // An empty span is opened, never marked by a hint; here the section's header was outdated.
         if seen.spread(at) != spread && seen.spread(at) != Spread::Empty {
-            let _ = self
-                .change(verbs, Place::section(section), seen, seen.with_spread(at, spread))
-                .await?;
+            let _ = self.change(verbs, section, seen, seen.with_spread(at, spread)).await?;
         }
         Ok(())
     }

@@ -4,12 +4,16 @@
 //! Recovery processes one section at a time while other clients continue; no client waits for it.
 
 use super::flush::pending;
-use super::{BATCH, Place, Tree, Verbs};
-use crate::finemem::block::{Block, Layer, SECTION, SPAN_ORDER};
+use super::{BATCH, Tree, Verbs};
+use crate::finemem::block::{
+    Block, ChunkOffset, Layer, Order, Place, SPAN_ORDER, SectionIndex, SpanIndex, SpanOffset,
+};
 use crate::finemem::header::{
-    CHUNKS, Header, Record, SPAN_ORDER_MAX, SPANS, Spread, User, chunk_mask, span_mask,
+    CHUNK_ORDER_MAX, CHUNKS, Header, Record, SPAN_ORDER_MAX, SPANS, Spread, User, chunk_mask,
+    span_mask,
 };
 use crate::finemem::log::FullLog;
+use crate::index::{ChunkIndex, IndexRange};
 
 impl Tree {
     /// Blocks of `user` that begin in a section. The user must have stopped working.
@@ -20,16 +24,16 @@ impl Tree {
         &self,
         verbs: &V,
         user: User,
-        section: u32,
+        section: SectionIndex,
     ) -> Result<Vec<Block>, V::Error> {
         let header = self.flush_section(verbs, section).await?;
-        let end = self.shape.chunks.min((section + 1) * SECTION);
+        let chunks = self.shape.chunks_in(section);
         let mut blocks = Vec::new();
-        let mut logs = vec![0; BATCH.min((end - section * SECTION) as usize)];
-        for first in (section * SECTION..end).step_by(BATCH) {
-            let logs = &mut logs[..BATCH.min((end - first) as usize)];
-            verbs.read(self.shape.log(first), logs).await?;
-            for (chunk, log) in (first..).zip(logs.iter()) {
+        let mut logs = vec![0; BATCH.min(chunks.len())];
+        for some in chunks.batches(BATCH) {
+            let logs = &mut logs[..some.len()];
+            verbs.read(self.shape.log(some.start), logs).await?;
+            for (chunk, log) in some.iter().zip(logs.iter()) {
                 let log = FullLog::parse(*log);
                 if log.user == user
                     && let Some(block) = self.block_of(header, chunk, log)
@@ -52,10 +56,10 @@ impl Tree {
         &self,
         verbs: &V,
         user: User,
-        section: u32,
+        section: SectionIndex,
         block: Block,
     ) -> Result<Option<Block>, V::Error> {
-        let first = block.chunk / SECTION;
+        let first = block.chunk.section();
         if section == first {
             return Ok(Some(block));
         }
@@ -67,78 +71,82 @@ impl Tree {
         &self,
         verbs: &V,
         user: User,
-        section: u32,
+        section: SectionIndex,
         block: Block,
     ) -> Result<bool, V::Error> {
         // The log may not have been flushed yet.
-        let place = Place::section(section);
+        let place = Place::Section(section);
         let seen = self.read_header(verbs, place).await?;
         self.flush(verbs, place, seen).await?;
         let mut log = [0];
-        verbs.read(self.shape.log(section * SECTION), &mut log).await?;
+        verbs.read(self.shape.log(section.first_chunk()), &mut log).await?;
         let log = FullLog::parse(log[0]);
         let says = log.taken && log.user == user && log.size == Record::PART;
-        Ok(says && log.layer == Layer::Section && log.block(section * SECTION) == block)
+        Ok(says && log.layer == Layer::Section && log.block(section.first_chunk()) == block)
     }
 
     /// Flushes the temporary logs of all headers of a section; returns the section's header.
-    async fn flush_section<V: Verbs>(&self, verbs: &V, index: u32) -> Result<Header, V::Error> {
-        for span in index * SPANS..(index + 1) * SPANS {
-            let place = Place::span(span);
+    async fn flush_section<V: Verbs>(
+        &self,
+        verbs: &V,
+        section: SectionIndex,
+    ) -> Result<Header, V::Error> {
+        for span in section.spans().iter() {
+            let place = Place::Span(span);
             let seen = self.read_header(verbs, place).await?;
             self.flush(verbs, place, seen).await?;
         }
-        let place = Place::section(index);
+        let place = Place::Section(section);
         let seen = self.read_header(verbs, place).await?;
         self.flush(verbs, place, seen).await?;
         Ok(seen.header)
     }
 
     /// The block that a log names as taken, if the bitmaps agree.
-    fn block_of(&self, section: Header, chunk: u32, log: FullLog) -> Option<Block> {
-        let span = self.known(Place::span(chunk / CHUNKS))?.header;
+    fn block_of(&self, section: Header, chunk: ChunkIndex, log: FullLog) -> Option<Block> {
+        let span = self.known(Place::Span(chunk.span()))?.header;
         let block = log.block(chunk);
         if block.parts().is_some() {
-            let fits = self.shape.blocks(block.order) > block.chunk >> block.order;
+            let fits = self.shape.has_block(block) && chunk.section().first_chunk() == chunk;
             let taken = log.taken && section.bitmap() == u32::MAX && !span.in_use();
-            return (fits && taken && chunk.is_multiple_of(SECTION)).then_some(block);
+            return (fits && taken).then_some(block);
         }
-        let order = block.order;
-        let (from, size) = match log.layer {
-            Layer::Span => (chunk % CHUNKS, 1 << log.size),
-            Layer::Section => (chunk % SECTION / CHUNKS, 1 << log.size),
-        };
-        let fits = match log.layer {
-            Layer::Span => order < SPAN_ORDER && from + size <= CHUNKS,
-            Layer::Section => log.size <= SPAN_ORDER_MAX && from + size <= SPANS,
-        };
-        let taken = log.taken
-            && fits
-            && match log.layer {
-                Layer::Span => {
-                    let mask = chunk_mask(from, log.size);
-                    span.in_use() && span.bitmap() & mask == mask
+        let taken = match log.layer {
+            Layer::Span => {
+                let at = chunk.in_span();
+                fits_in_span(at, log.size) && span.in_use() && {
+                    let mask = chunk_mask(at, block.order);
+                    span.bitmap() & mask == mask
                 }
-                Layer::Section => {
-                    let mask = span_mask(from, log.size);
-                    !span.in_use() && section.bitmap() & mask == mask
+            }
+            Layer::Section => {
+                let at = chunk.span().in_section();
+                let fits = log.size <= SPAN_ORDER_MAX && at.raw() + (1 << log.size) <= SPANS;
+                fits && !span.in_use() && {
+                    let mask = span_mask(at, log.size);
+                    section.bitmap() & mask == mask
                 }
-            };
-        taken.then_some(block)
+            }
+        };
+        (log.taken && taken).then_some(block)
     }
 
     /// Repairs what crashes have left in a section: spans that are open but empty (an unfinished
     /// opening or closing), and spans marked full that have no owner. Returns the number of
     /// repaired spans.
-    pub async fn repair_section<V: Verbs>(&self, verbs: &V, index: u32) -> Result<u32, V::Error> {
+    pub async fn repair_section<V: Verbs>(
+        &self,
+        verbs: &V,
+        index: SectionIndex,
+    ) -> Result<u32, V::Error> {
         let mut closed = 0;
-        for at in 0..SPANS {
-            let span = index * SPANS + at;
-            let section = self.read_header(verbs, Place::section(index)).await?.header;
+        for at in SpanOffset::all() {
+            let span = index.span(at);
+            let section = self.read_header(verbs, Place::Section(index)).await?.header;
             if section.spread(at) == Spread::Empty {
                 continue;
             }
-            let seen = self.read_header(verbs, Place::span(span)).await?.header;
+            let seen = self.read_header(verbs, Place::Span(span)).await?.header;
             if seen.in_use() || seen.bitmap() != 0 {
                 continue;
             }
@@ -150,7 +158,7 @@ impl Tree {
                 continue;
             }
             let empty = section.with_spread(at, Spread::Empty);
-            let done = self.change(verbs, Place::section(index), section, empty).await?;
+            let done = self.change(verbs, Place::Section(index), section, empty).await?;
             closed += done.is_ok() as u32;
         }
         Ok(closed)
@@ -159,11 +167,14 @@ impl Tree {
     /// Frees blocks of a section that are taken in the headers but have no owner in a log: blocks
     /// whose withdrawal was not followed by the free. There must be no free of a withdrawn block in
     /// progress, and no withdrawn block in quarantine.
-    pub async fn free_ownerless<V: Verbs>(&self, verbs: &V, index: u32) -> Result<(), V::Error> {
-        for span in index * SPANS..(index + 1) * SPANS {
-            let first = span * CHUNKS;
-            let there = self.shape.chunks.saturating_sub(first).min(CHUNKS);
-            let place = Place::span(span);
+    pub async fn free_ownerless<V: Verbs>(
+        &self,
+        verbs: &V,
+        index: SectionIndex,
+    ) -> Result<(), V::Error> {
+        for span in index.spans().iter() {
+            let there = self.shape.chunks_of(span);
+            let place = Place::Span(span);
             let seen = self.read_header(verbs, place).await?;
             if there == 0 || !seen.header.in_use() {
                 continue;
@@ -172,24 +183,24 @@ impl Tree {
             // read.
             self.flush(verbs, place, seen).await?;
             let mut words = [0; CHUNKS as usize];
-            verbs.read(self.shape.log(first), &mut words[..there as usize]).await?;
+            verbs.read(self.shape.log(span.first_chunk()), &mut words[..there as usize]).await?;
             let logs = words.map(FullLog::parse);
-            let mut ownerless = (0..there).fold(seen.header.bitmap(), |bits, at| {
-                let log = logs[at as usize];
-                let whole = log.layer == Layer::Span && log.size < SPAN_ORDER;
-                match log.taken && whole && at + (1 << log.size) <= CHUNKS {
-                    true => bits & !chunk_mask(at, log.size),
+            let positions = (0..there).map(ChunkOffset::new);
+            let mut ownerless = positions.fold(seen.header.bitmap(), |bits, at| {
+                let log = logs[at.as_usize()];
+                match log.taken && log.layer == Layer::Span && fits_in_span(at, log.size) {
+                    true => bits & !chunk_mask(at, Order::new(log.size)),
                     false => bits,
                 }
             });
             // Chunks beyond the end of the pool are taken without an owner.
             ownerless &= ((1u64 << there) - 1) as u32;
             if ownerless != 0 {
-                let at = ownerless.trailing_zeros();
-                let log = logs[at as usize];
+                let at = ChunkOffset::new(ownerless.trailing_zeros());
+                let log = logs[at.as_usize()];
                 // A block's log is at its first chunk.
-                let size = if log.layer == Layer::Span { log.size.min(SPAN_ORDER - 1) } else { 0 };
-                let last = Block { chunk: first + at, order: size };
+                let size = if log.layer == Layer::Span { log.size.min(CHUNK_ORDER_MAX) } else { 0 };
+                let last = Block { chunk: span.chunk(at), order: Order::new(size) };
                 self.give_back_bits(verbs, ownerless, last, log.user).await?;
             }
         }
@@ -201,14 +212,16 @@ impl Tree {
         &self,
         verbs: &V,
         section: Header,
-        span: u32,
+        span: SpanIndex,
     ) -> Result<bool, V::Error> {
-        let index = span / SPANS;
+        let place = Place::Section(span.section());
         for size in (0..=SPAN_ORDER_MAX).chain([Record::PART]) {
-            let first = if size == Record::PART { index * SPANS } else { span >> size << size };
-            let chunk = first * CHUNKS;
+            let chunk = match size {
+                Record::PART => span.section().first_chunk(),
+                size => Block::around(span.first_chunk(), SPAN_ORDER.plus(size)).chunk,
+            };
             let says = |log: FullLog| log.taken && log.layer == Layer::Section && log.size == size;
-            let newest = pending(Layer::Section, index, section);
+            let newest = pending(place, section);
             if newest.is_some_and(|(at, log)| at == chunk && says(log)) {
                 return Ok(true);
             }
@@ -220,4 +233,9 @@ impl Tree {
         }
         Ok(false)
     }
+}
+
+/// True if a block of 2^`size` chunks from `at` on lies within a span.
+fn fits_in_span(at: ChunkOffset, size: u32) -> bool {
+    size <= CHUNK_ORDER_MAX && at.raw() + (1 << size) <= CHUNKS
 }

@@ -7,6 +7,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use crate::finemem::block::SpanOffset;
 use crate::finemem::header::{SPANS, User};
 
 /// Start position of the next search (see the module documentation).
@@ -49,10 +50,10 @@ impl StartPosition {
 
     /// The spans of a section, in a user-specific order: users that collide at one span do not
     /// collide at the next.
-    pub fn spans(&self) -> impl Iterator<Item = u32> + use<> {
+    pub fn spans(&self) -> impl Iterator<Item = SpanOffset> + use<> {
         let place = self.place.load(Ordering::Relaxed);
         let (first, stride) = (place as u32 % SPANS, ((place >> STRIDE_AT) as u32 % SPANS) | 1);
-        (0..SPANS).map(move |i| (first + i * stride) % SPANS)
+        (0..SPANS).map(move |i| SpanOffset::new((first + i * stride) % SPANS))
     }
 
     /// Starts the next search at index `at` of `places`.

@@ -1,10 +1,11 @@
 //! Withdrawal: marks a block as freed in its logs before it is freed in the headers.
 
 use super::flush::pending;
-use super::{Place, Tree, Verbs};
-use crate::finemem::block::{Block, Layer, SECTION};
-use crate::finemem::header::{CHUNKS, Record, User};
+use super::{Tree, Verbs};
+use crate::finemem::block::{Block, Place};
+use crate::finemem::header::{Record, User};
 use crate::finemem::log::FullLog;
+use crate::index::{ChunkIndex, IndexRange};
 
 impl Tree {
     /// Marks a taken block as freed in its full log, while its header still marks it as taken, so
@@ -19,20 +20,15 @@ impl Tree {
     /// between the frees of two sections would leave a section that seems to belong to the owner.
     pub async fn withdraw<V: Verbs>(&self, verbs: &V, block: Block) -> Result<(), V::Error> {
         match block.parts() {
-            None if block.layer() == Layer::Span => {
-                self.withdraw_at(verbs, Place::span(block.chunk / CHUNKS), block.chunk).await?;
-            }
-            None => {
-                let place = Place::section(block.chunk / SECTION);
-                self.withdraw_at(verbs, place, block.chunk).await?;
-            }
+            None => self.withdraw_at(verbs, block.place(), block.chunk).await,
             Some(parts) => {
-                for index in parts {
-                    self.withdraw_at(verbs, Place::section(index), index * SECTION).await?;
+                for section in parts.iter() {
+                    let place = Place::Section(section);
+                    self.withdraw_at(verbs, place, section.first_chunk()).await?;
                 }
+                Ok(())
             }
         }
-        Ok(())
     }
 
     /// Withdraws the log at `first`, whose header is `place`.
@@ -40,10 +36,10 @@ impl Tree {
         &self,
         verbs: &V,
         place: Place,
-        first: u32,
+        first: ChunkIndex,
     ) -> Result<(), V::Error> {
         let mut seen = self.read_header(verbs, place).await?;
-        while let Some((chunk, log)) = pending(place.layer, place.index, seen.header)
+        while let Some((chunk, log)) = pending(place, seen.header)
             && chunk == first
             && log.taken
         {

@@ -186,7 +186,7 @@ impl Scene {
     }
 
     /// The entries that replies have granted to `a`, and the statuses of its frees.
-    fn known(&self) -> (HashSet<u32>, Vec<(u32, u8)>) {
+    fn known(&self) -> (HashSet<EntryId>, Vec<(EntryId, u8)>) {
         let granted = (8..12).filter_map(|slot| self.a.chunk(slot).ok()).map(|c| c.entry);
         let held = self.held.iter().map(|c| c.entry);
         let [x, y] = [self.held[0].entry, self.held[1].entry];
@@ -327,8 +327,10 @@ fn survive(mut scene: Scene, wqes: usize) {
             other => panic!("status {other}"),
         }
     }
-    let owned: HashSet<u32> =
-        (0..CHUNKS as u32).filter(|&i| scene.node.memory().owner(i) == 1).collect();
+    let owned: HashSet<_> = (0..CHUNKS as u32)
+        .map(EntryId::new)
+        .filter(|i| scene.node.memory().owner(*i) == 1)
+        .collect();
     assert_eq!(owned, known, "owned, and known to be owned");
     scene.node.audit().unwrap();
     // The client continues for many laps, with refusals in between.

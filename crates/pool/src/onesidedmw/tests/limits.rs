@@ -125,7 +125,7 @@ fn chunks_over_budget_end_the_connection() {
     assert!(!is_cut(&a) && !is_cut(&b));
     // Refused frees do not reduce the count.
     for _ in 0..10 {
-        a.ask_free(60, 0);
+        a.ask_free(EntryId::new(60), 0);
         node.poll().unwrap();
         a.drain();
     }
@@ -164,7 +164,7 @@ fn requests_in_flight_end_when_budget_closes_connection() {
     let budget = Budget { requests_per_s: Some(5), interval: INTERVAL, ..Budget::default() };
     let (_nic, mut node, a, _b) = start(budget);
     (0..8).for_each(|slot| a.ask_chunk(slot));
-    (0..8).for_each(|slot| a.ask_free(63, 8 + slot));
+    (0..8).for_each(|slot| a.ask_free(EntryId::new(63), 8 + slot));
     turn(&mut node);
     let ended = a.drain();
     // A receive and a SEND for each of the 16 requests.

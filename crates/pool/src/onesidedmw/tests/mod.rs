@@ -17,6 +17,7 @@ use crate::Settings;
 mod crash;
 mod limits;
 mod refused;
+use crate::index::EntryId;
 use crate::scheme::{ClientId, ConnectRequest, GroupId, Lane, NodeScheme, bulletin};
 
 type Qp = <SoftNic as Nic>::Qp;
@@ -38,7 +39,7 @@ struct Raw {
 #[derive(Clone, Debug)]
 struct Chunk {
     addr: u64,
-    entry: u32,
+    entry: EntryId,
     keys: Vec<Key>,
 }
 
@@ -134,8 +135,8 @@ impl Raw {
         self.send(&self.alloc, &arguments, slot);
     }
 
-    fn ask_free(&self, entry: u32, slot: usize) {
-        self.send(&self.free, &entry.to_be_bytes()[1..], slot);
+    fn ask_free(&self, entry: EntryId, slot: usize) {
+        self.send(&self.free, &entry.to_index(), slot);
     }
 
     fn drain(&self) -> Vec<Completion> {
@@ -169,7 +170,7 @@ impl Raw {
             .collect();
         Ok(Chunk {
             addr: u64::from_be_bytes(b[..8].try_into().unwrap()),
-            entry: u32::from_be_bytes([0, b[8], b[9], b[10]]),
+            entry: EntryId::new(u32::from_be_bytes([0, b[8], b[9], b[10]])),
             keys,
         })
     }
@@ -184,7 +185,7 @@ impl Raw {
         self.reply(slot)[reply::FREE_STATUS + 3]
     }
 
-    fn free(&self, entry: u32) -> u8 {
+    fn free(&self, entry: EntryId) -> u8 {
         self.ask_free(entry, 0);
         self.drain();
         self.free_status(0)
@@ -293,7 +294,7 @@ fn many_laps(separation: bool) {
     let mut node = Node::new(nic.clone(), settings.clone()).unwrap();
     let clients: Vec<Raw> = (1..=3).map(|id| Raw::join(&nic, &mut node, id, &settings)).collect();
     let mut held: Vec<Vec<Chunk>> = vec![Vec::new(); 3];
-    let mut owner: HashMap<u32, usize> = HashMap::new();
+    let mut owner: HashMap<EntryId, usize> = HashMap::new();
     let (mut granted, mut empty) = (0, 0);
     let mut random = 0x2545_f491_4f6c_dd1du64;
     // Enough rounds for the 16-bit building-block indices to wrap many times.
@@ -381,7 +382,8 @@ fn foreign_free_is_refused_and_affects_no_other_client() {
         // valid ones.
         let freed = mine[7].entry;
         assert_eq!(b.free(freed), status::FREED);
-        for (round, bad) in [victim.entry, freed, 16, 0xff_ffff].into_iter().enumerate() {
+        let [null, beyond] = [16, 0xff_ffff].map(EntryId::new);
+        for (round, bad) in [victim.entry, freed, null, beyond].into_iter().enumerate() {
             let good: Vec<Chunk> = (0..in_flight)
                 .map(|i| if round == 0 { mine[i].clone() } else { b.allocate().unwrap() })
                 .collect();

@@ -100,7 +100,7 @@ fn concurrent_double_free_frees_once() {
 
 #[test]
 fn free_beyond_the_table_is_refused() {
-    for entry in [16, 17, 255, 256, 0x8000, 0xff_fffe, 0xff_ffff] {
+    for entry in [16, 17, 255, 256, 0x8000, 0xff_fffe, 0xff_ffff].map(EntryId::new) {
         let mut bed = Bed::new();
         for _ in 0..9 {
             bed.a.ask_free(entry, 0);
@@ -134,7 +134,7 @@ fn replies_keep_their_targets_across_a_repair() {
         assert_eq!(bed.a.free_status(slot), status::FREED);
     }
     let before = targets(&bed);
-    bed.a.ask_free(99, 3);
+    bed.a.ask_free(EntryId::new(99), 3);
     bed.turn();
     assert_eq!(bed.a.free_status(3), status::REFUSED);
     assert_eq!(targets(&bed)[..3], before[..3]);
@@ -149,7 +149,7 @@ fn refused_frees_are_rate_limited() {
     let mut bed = Bed::with(Settings { paced: true, ..settings(16, 3, 4) });
     let full = bed.node.clients[&bed.a.id].repairs;
     for _ in 0..16 {
-        bed.a.ask_free(99, 0);
+        bed.a.ask_free(EntryId::new(99), 0);
         bed.turn();
         assert_eq!(
             bed.a.free_status(0),
@@ -160,8 +160,8 @@ fn refused_frees_are_rate_limited() {
     // Enough repairs to exhaust the token bucket for a minute.
     bed.node.clients.get_mut(&bed.a.id).unwrap().repairs.take(6_000, bed.nic.now());
     for _ in 0..3 {
-        bed.a.ask_free(99, 0);
-        bed.a.ask_free(98, 1);
+        bed.a.ask_free(EntryId::new(99), 0);
+        bed.a.ask_free(EntryId::new(98), 1);
         bed.turn();
         assert_eq!(bed.a.free_status(0), status::PENDING);
         let look = bed.node.next_poll().unwrap();
@@ -172,8 +172,8 @@ fn refused_frees_are_rate_limited() {
         bed.a.reset_management(&mut bed.node);
         assert_eq!(bed.a.allocate().map(|c| bed.a.free(c.entry)), Ok(status::FREED));
     }
-    bed.a.ask_free(99, 0);
-    bed.a.ask_free(98, 1);
+    bed.a.ask_free(EntryId::new(99), 0);
+    bed.a.ask_free(EntryId::new(98), 1);
     bed.turn();
     bed.node.clients.get_mut(&bed.a.id).unwrap().repairs = full;
     bed.turn();
@@ -245,7 +245,7 @@ fn unwritable_reply_target_breaks_only_its_sender() {
                 let mut bed = Bed::new();
                 let mine: Vec<Chunk> = (0..4).map(|_| bed.a.allocate().unwrap()).collect();
                 let (qp, arguments) = match free {
-                    true => (&bed.a.free, mine[0].entry.to_be_bytes()[1..].to_vec()),
+                    true => (&bed.a.free, mine[0].entry.to_index().to_vec()),
                     false => {
                         let peers = bed.a.peers.iter();
                         (

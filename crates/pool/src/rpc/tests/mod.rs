@@ -10,6 +10,7 @@ use verbs::{
 use proptest::prelude::*;
 
 use super::*;
+use crate::finemem::block::CHUNK_ORDER;
 use crate::scheme::{ClientId, ConnectRequest, GroupId, Lane, NodeScheme, bulletin};
 
 mod openings;
@@ -131,7 +132,7 @@ impl Hand {
     }
 
     fn allocate(&self, node: &mut Node<SoftNic>) -> Reply {
-        self.ask(node, Ask::Allocate { group: 0, order: 0 })
+        self.ask(node, Ask::Allocate { group: 0, order: CHUNK_ORDER })
     }
 
     fn bulletin(&self) -> (u32, u32) {
@@ -161,14 +162,14 @@ fn invalid_requests_are_answered() {
         let (nic, mut node) = start(scheme, 2);
         let hand = Hand::join(&nic, &mut node, 1);
         assert_eq!(
-            hand.ask(&mut node, Ask::Allocate { group: 1, order: 0 }).outcome,
+            hand.ask(&mut node, Ask::Allocate { group: 1, order: CHUNK_ORDER }).outcome,
             Outcome::BadRequest
         );
         assert_eq!(
-            hand.ask(&mut node, Ask::Allocate { group: u16::MAX, order: 0 }).outcome,
+            hand.ask(&mut node, Ask::Allocate { group: u16::MAX, order: CHUNK_ORDER }).outcome,
             Outcome::BadRequest
         );
-        for entry in [0, 1, 2, 1 << 24, u32::MAX] {
+        for entry in [0, 1, 2, 1 << 24, u32::MAX].map(EntryId::new) {
             assert_eq!(hand.ask(&mut node, Ask::Free { entry }).outcome, Outcome::NotYours);
         }
         for data in [&b""[..], b"short", &[9; REQUEST_BYTES]] {
@@ -227,7 +228,8 @@ fn client_beyond_its_credits_delays_only_itself() {
         for _ in 0..3 * CREDITS {
             eager.receive();
             eager.send(
-                &Request { number: 77, ask: Ask::Allocate { group: 0, order: 0 } }.to_bytes(),
+                &Request { number: 77, ask: Ask::Allocate { group: 0, order: CHUNK_ORDER } }
+                    .to_bytes(),
             );
         }
         assert_eq!(eager.completions().len() as u32, CREDITS, "further requests found no receive");
@@ -245,7 +247,9 @@ fn client_without_receives_is_disconnected_alone() {
         let (silent, good) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
         // It posts no receives: replies pile up at the memory node until the send queue is full.
         let cut_off = (0..64).any(|_| {
-            silent.send(&Request { number: 77, ask: Ask::Free { entry: 0 } }.to_bytes());
+            silent.send(
+                &Request { number: 77, ask: Ask::Free { entry: EntryId::new(0) } }.to_bytes(),
+            );
             node.poll().unwrap();
             silent.completions().iter().any(|c| c.status != Status::Success)
         });
@@ -268,7 +272,8 @@ fn undelivered_grants_are_taken_back() {
         for _ in 0..3 {
             // No receive is posted for the reply.
             hand.send(
-                &Request { number: 77, ask: Ask::Allocate { group: 0, order: 0 } }.to_bytes(),
+                &Request { number: 77, ask: Ask::Allocate { group: 0, order: CHUNK_ORDER } }
+                    .to_bytes(),
             );
         }
         while node.poll().unwrap() {}
@@ -303,7 +308,9 @@ fn unwritable_bulletin_affects_only_its_owner() {
         assert_eq!(good.allocate(&mut node).outcome, Outcome::Empty);
         assert_eq!(good.bulletin(), (bulletin::EMPTY, 1));
         bad.receive();
-        bad.send(&Request { number: 77, ask: Ask::Allocate { group: 0, order: 0 } }.to_bytes());
+        bad.send(
+            &Request { number: 77, ask: Ask::Allocate { group: 0, order: CHUNK_ORDER } }.to_bytes(),
+        );
         node.poll().unwrap();
         assert!(bad.completions().iter().any(|c| c.status != Status::Success));
         assert_eq!(none.allocate(&mut node).outcome, Outcome::Empty);
@@ -406,8 +413,10 @@ fn invalid_admissions_are_refused() {
 proptest! {
     #[test]
     fn requests_are_read_back(number in any::<u64>(), n in any::<u32>(), free in any::<bool>()) {
-        let ask =
-            if free { Ask::Free { entry: n } } else { Ask::Allocate { group: n as u16, order: 0 } };
+        let ask = match free {
+            true => Ask::Free { entry: EntryId::new(n) },
+            false => Ask::Allocate { group: n as u16, order: CHUNK_ORDER },
+        };
         let bytes = Request { number, ask }.to_bytes();
         prop_assert_eq!(Request::parse(&bytes), (number, Some(ask)));
     }
@@ -418,7 +427,7 @@ proptest! {
         addr in any::<u64>(),
         keys in proptest::collection::vec(any::<u32>(), 0..=MAX_GROUP),
     ) {
-        let mut reply = Reply::bare(number, Outcome::Done, 7);
+        let mut reply = Reply::bare(number, Outcome::Done, EntryId::new(7));
         reply.addr = addr;
         reply.len = 4096;
         reply.lanes = keys.len();

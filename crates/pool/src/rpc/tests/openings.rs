@@ -97,7 +97,7 @@ fn chunk_whose_window_is_reused_is_not_freed_again() {
     let hand = Hand::join(&nic, &mut node, 1);
     let entry = hand.allocate(&mut node).entry;
     assert_eq!(hand.ask(&mut node, Ask::Free { entry }).outcome, Outcome::Done);
-    for ask in [Ask::Allocate { group: 0, order: 0 }, Ask::Free { entry }] {
+    for ask in [Ask::Allocate { group: 0, order: CHUNK_ORDER }, Ask::Free { entry }] {
         hand.receive();
         hand.send(&Request { number: 77, ask }.to_bytes());
     }
@@ -208,7 +208,8 @@ fn cores_share_one_table() {
                     for round in 0..ROUNDS {
                         let mut mine = Vec::new();
                         for _ in 0..1 + round % 2 {
-                            let granted = hand.ask_and_wait(Ask::Allocate { group: 0, order: 0 });
+                            let granted =
+                                hand.ask_and_wait(Ask::Allocate { group: 0, order: CHUNK_ORDER });
                             if granted.outcome == Outcome::Done {
                                 let new = held.lock().unwrap().insert(granted.entry);
                                 assert!(new, "chunk {} has two owners", granted.entry);

@@ -34,7 +34,9 @@ fn reset_wakes_the_cpu_for_undelivered_grants() {
         let (nic, mut node) = start(scheme, 8);
         let hand = Hand::join(&nic, &mut node, 1);
         // The compute node posts no receive for the reply.
-        hand.send(&Request { number: 77, ask: Ask::Allocate { group: 0, order: 0 } }.to_bytes());
+        hand.send(
+            &Request { number: 77, ask: Ask::Allocate { group: 0, order: CHUNK_ORDER } }.to_bytes(),
+        );
         while node.poll().unwrap() {}
         // The receives are flushed now, so that no completion is left for the reset.
         hand.send(&[1; REQUEST_BYTES + 1]);

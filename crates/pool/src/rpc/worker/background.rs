@@ -7,6 +7,8 @@ use verbs::Nic;
 use super::super::Opening;
 use super::{BATCH, Shared, State};
 use crate::Error;
+use crate::finemem::block::CHUNK_ORDER;
+use crate::index::EntryId;
 use crate::rpc::peer::Peer;
 use crate::rpc::regions::AHEAD;
 use crate::rpc::table::Protection;
@@ -18,7 +20,7 @@ const CLEAR_BYTES: u64 = 1 << 20;
 impl<N: Nic> State<N> {
     /// Binds the windows of all blocks, before any compute node connects.
     pub fn bind_ahead(&mut self, shared: &Shared<N>) -> Result<(), Error> {
-        let all: Vec<u32> = (0..shared.blocks.count()).collect();
+        let all: Vec<EntryId> = shared.blocks.entries().collect();
         for some in all.chunks(BATCH) {
             let mut ops = Vec::with_capacity(some.len());
             for (job, entry) in some.iter().enumerate() {
@@ -44,7 +46,7 @@ impl<N: Nic> State<N> {
     }
 
     /// Closes, clears and releases chunks.
-    fn close_and_release(&mut self, shared: &Shared<N>, entries: &[u32]) -> Result<(), Error> {
+    fn close_and_release(&mut self, shared: &Shared<N>, entries: &[EntryId]) -> Result<(), Error> {
         let mut ops = Vec::new();
         for (job, entry) in entries.iter().enumerate() {
             self.close(shared, &mut ops, None, *entry, job);
@@ -88,7 +90,7 @@ impl<N: Nic> State<N> {
         let Some((&client, peer)) = gone else { return Ok(false) };
         let entries = peer.leaving.as_mut().expect("just seen");
         let mut left = CLEAR_BYTES;
-        let fits = |entry: &&u32| {
+        let fits = |entry: &&EntryId| {
             let bytes = shared.blocks.range(**entry).1;
             let fits = left == CLEAR_BYTES || bytes <= left;
             left = left.saturating_sub(bytes);
@@ -129,7 +131,7 @@ impl<N: Nic> State<N> {
             let entry = {
                 let mut table = shared.table.lock();
                 let wants = peer.is_some() && table.aside_for(client) < AHEAD;
-                wants.then(|| table.take(client, GroupId(0), 0)).flatten()
+                wants.then(|| table.take(client, GroupId(0), CHUNK_ORDER)).flatten()
             };
             let (Some(entry), Some(peer)) = (entry, peer) else {
                 self.short.pop_front();

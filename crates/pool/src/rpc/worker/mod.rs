@@ -24,6 +24,8 @@ use super::table::{Protection, Table};
 use super::{Ask, Outcome, REQUEST_BYTES, Reply, Request};
 use crate::Error;
 use crate::client_table::ClientTable;
+use crate::finemem::block::Order;
+use crate::index::{EntryId, Slot};
 use crate::scheme::{ClientId, CpuEvents, GroupId, Lane, MAX_GROUP, Worker};
 use crate::settings::Settings;
 use crate::wakeup::CqEvents;
@@ -79,28 +81,28 @@ pub(super) struct State<N: Nic> {
 /// A request in progress.
 struct Job {
     client: ClientId,
-    slot: u32,
+    slot: Slot,
     number: u64,
     step: Step,
 }
 
 enum Step {
-    Refuse(Outcome, u32),
+    Refuse(Outcome, EntryId),
     /// `open`: the chunk is registered already. `from`: the chunk whose window is reused, which is
     /// then closed.
     Allocate {
-        entry: u32,
+        entry: EntryId,
         open: bool,
-        from: Option<u32>,
+        from: Option<EntryId>,
         failed: bool,
     },
     Free {
-        entry: u32,
+        entry: EntryId,
         failed: bool,
     },
     /// A free that is answered while the chunk is still open.
     SetAside {
-        entry: u32,
+        entry: EntryId,
     },
 }
 
@@ -131,14 +133,14 @@ impl<N: Nic> Shared<N> {
         Ok(did)
     }
 
-    fn clear(&self, entry: u32) {
+    fn clear(&self, entry: EntryId) {
         let (offset, bytes) = self.blocks.range(entry);
         let mut zeros = Zeros::default();
         self.nic.zero(&mut zeros, self.memory.memory(), offset as usize, bytes as usize);
     }
 
     /// Registers a chunk in a compute node's PD.
-    fn register(&self, pd: &N::Pd, entry: u32) -> Result<N::Mr, Error> {
+    fn register(&self, pd: &N::Pd, entry: EntryId) -> Result<N::Mr, Error> {
         let (offset, bytes) = self.blocks.range(entry);
         let all = self.memory.memory();
         let chunk = all.slice(offset as usize, bytes as usize);
@@ -147,7 +149,7 @@ impl<N: Nic> Shared<N> {
     }
 
     /// Replaces the windows of a chunk, which invalidates the keys of the old ones.
-    fn replace_windows(&self, entry: u32) -> Result<(), Error> {
+    fn replace_windows(&self, entry: EntryId) -> Result<(), Error> {
         match &mut self.table.lock().protection {
             Protection::Type2(windows) => windows.replace(&self.nic, &self.pd, entry),
             Protection::Type1(windows) => windows.replace(&self.nic, &self.pd, entry),
@@ -261,20 +263,20 @@ impl<N: Nic> State<N> {
             peer.broken = true;
             return Ok(None);
         }
-        let slot = c.id as u32;
+        let slot = Slot::new(c.id as u32);
         let mut bytes = [0; REQUEST_BYTES];
-        peer.inbox.memory().read(slot as usize * REQUEST_BYTES, &mut bytes);
+        peer.inbox.memory().read(slot.offset(REQUEST_BYTES), &mut bytes);
         let (number, ask) = Request::parse(&bytes);
         let whole = c.bytes as usize == REQUEST_BYTES;
         let groups = peer.access.0.len();
         let step = match ask.filter(|_| whole) {
             Some(Ask::Allocate { group, order })
-                if (group as usize) < groups && order as u32 <= shared.blocks.order_max() =>
+                if (group as usize) < groups && order <= shared.blocks.order_max() =>
             {
-                self.start_allocate(shared, client, GroupId(group), order as u32)?
+                self.start_allocate(shared, client, GroupId(group), order)?
             }
             Some(Ask::Free { entry }) => self.start_free(shared, client, entry),
-            _ => Step::Refuse(Outcome::BadRequest, 0),
+            _ => Step::Refuse(Outcome::BadRequest, EntryId::default()),
         };
         Ok(Some(Job { client, slot, number, step }))
     }
@@ -284,7 +286,7 @@ impl<N: Nic> State<N> {
         shared: &Shared<N>,
         client: ClientId,
         group: GroupId,
-        order: u32,
+        order: Order,
     ) -> Result<Step, Error> {
         loop {
             let mut table = shared.table.lock();
@@ -302,17 +304,17 @@ impl<N: Nic> State<N> {
                 return Ok(Step::Allocate { entry, open: false, from, failed: false });
             }
             if table.announce_empty(self.index) {
-                return Ok(Step::Refuse(Outcome::Empty, 0));
+                return Ok(Step::Refuse(Outcome::Empty, EntryId::default()));
             }
             if !table.is_any_aside() {
-                return Ok(Step::Refuse(Outcome::NoBlock, 0));
+                return Ok(Step::Refuse(Outcome::NoBlock, EntryId::default()));
             }
             drop(table);
             self.close_aside(shared)?;
         }
     }
 
-    fn start_free(&mut self, shared: &Shared<N>, client: ClientId, entry: u32) -> Step {
+    fn start_free(&mut self, shared: &Shared<N>, client: ClientId, entry: EntryId) -> Step {
         let mut table = shared.table.lock();
         if !table.start_free(entry, client) {
             return Step::Refuse(Outcome::NotYours, entry);
@@ -356,7 +358,7 @@ impl<N: Nic> State<N> {
         shared: &Shared<N>,
         ops: &mut Vec<WindowOp>,
         client: ClientId,
-        (entry, from): (u32, Option<u32>),
+        (entry, from): (EntryId, Option<EntryId>),
         job: usize,
     ) -> bool {
         let mut table = shared.table.lock();
@@ -400,7 +402,7 @@ impl<N: Nic> State<N> {
         shared: &Shared<N>,
         ops: &mut Vec<WindowOp>,
         client: Option<ClientId>,
-        entry: u32,
+        entry: EntryId,
         job: usize,
     ) {
         let mut table = shared.table.lock();

@@ -99,7 +99,7 @@ impl<'a> Control<'a> {
             connections: BTreeMap::new(),
             silent: BTreeSet::new(),
             next: FIRST_CONNECTION,
-            slots: ClientSlots::new(settings.clients_max as usize, settings.shares_places),
+            slots: ClientSlots::new(settings.clients_max as usize, settings.client_quotas),
             started: Instant::now(),
             limits: ClientLimits::new(shared.node.client_qps()),
             refusals: RefusalLog::new(),

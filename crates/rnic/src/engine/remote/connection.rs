@@ -86,7 +86,7 @@ impl Connection {
     }
 
     /// True if the next WQE may be fetched.
-    pub(super) fn may_fetch(&self) -> bool {
+    pub fn may_fetch(&self) -> bool {
         self.requester.has_room(LONGEST_BLOCKS)
             && match self.fetch_gate {
                 FetchGate::Open => true,
@@ -96,7 +96,7 @@ impl Connection {
     }
 
     /// True if a packet is ready to be sent.
-    pub(super) fn has_packets(&self, state: QpState) -> bool {
+    pub fn has_packets(&self, state: QpState) -> bool {
         self.responder.has_output() && self.ack_delay == AckDelay::None
             || state == QpState::ReadyToSend && self.requester.next(1).is_some()
     }

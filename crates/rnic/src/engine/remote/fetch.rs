@@ -2,11 +2,11 @@
 //! request.
 
 use super::{Connection, FetchGate, decode_kept};
+use crate::engine::core::{Core, RDMA_BYTES_MAX, WQE_WORK};
 use crate::engine::execute::Progress;
 use crate::engine::local_wqe::{Fault, LocalWqe};
 use crate::engine::poll::Step;
 use crate::engine::queue::{Fetched, Waiting};
-use crate::engine::{Core, RDMA_BYTES_MAX, WQE_WORK};
 use crate::wire::requester::{Kind, Request, SPAN_MAX};
 use verbs::cqe::Syndrome;
 use verbs::wqe::{Control, FENCE_MASK, Sge, WQEBB, Wqe};
@@ -28,7 +28,7 @@ impl Core {
         qpn: Qpn,
         wqe: &mut Fetched,
     ) -> Step {
-        let qp = self.qps.get_mut(qpn.raw()).expect("the QP of a connection exists");
+        let qp = self.queues.qps.get_mut(qpn.raw()).expect("the QP of a connection exists");
         let send = qp.send.as_ref().expect("the QP has a send queue with work");
         let ctrl = send.fetch(wqe);
         self.work += WQE_WORK * (1 + ctrl.ds as u64);
@@ -55,7 +55,7 @@ impl Core {
         request.signaled = ctrl.signaled();
         let kept = if request.packets > 0 { ctrl.blocks() as usize * WQEBB } else { 0 };
         connection.requester.push(request, &wqe.bytes()[..kept]);
-        let qp = self.qps.get_mut(qpn.raw()).expect("the QP of a connection exists");
+        let qp = self.queues.qps.get_mut(qpn.raw()).expect("the QP of a connection exists");
         let send = qp.send.as_mut().expect("the QP has a send queue with work");
         send.consumer = send.consumer.wrapping_add(ctrl.blocks().min(send.pending()) as u16);
         self.retire(connection, qpn);
@@ -96,10 +96,10 @@ impl Core {
                 });
             }
             // Not limited by `send_bytes_max`: this SEND is one step per packet.
-            Wqe::Send { from, .. } => (Kind::Send, self.gather(me, from)?),
-            Wqe::Write { from, .. } => (Kind::Write, self.gather(me, from)?),
+            Wqe::Send { from, .. } => (Kind::Send, self.scratch.gather(&self.keys, me, from)?),
+            Wqe::Write { from, .. } => (Kind::Write, self.scratch.gather(&self.keys, me, from)?),
             Wqe::Read { to, .. } => {
-                self.list_local(me, to, Access::LOCAL_WRITE)?;
+                self.scratch.list_local(&self.keys, me, to, Access::LOCAL_WRITE)?;
                 (Kind::Read, self.scratch.local.total())
             }
             Wqe::CompareSwap { compare_mask, swap_mask, old, .. } => {

@@ -21,25 +21,21 @@
 pub(super) mod connection;
 mod fetch;
 mod receive;
+pub(super) mod state;
 mod transmit;
 
-use super::Core;
 use super::poll::Step;
 use super::qp_list::InList;
-use crate::engine::qp::{Peer, Qp};
+use crate::engine::core::{Core, WQE_WORK};
+use crate::engine::qp::Peer;
 use crate::engine::queue::Fetched;
 use crate::error::Error;
-use crate::limits::WireLimits;
-use crate::wire::guess_limiter::GuessLimiter;
-use crate::wire::mac::{Opener, Sealer, directions};
+use crate::wire::check_peer;
 use crate::wire::piggyback::PiggybackState;
 use crate::wire::requester::{Request, Requester, Retired};
 use crate::wire::responder::Responder;
-use crate::wire::{Outbox, WireStats, check_peer};
 pub use connection::AckDelay;
 use connection::{Connection, FetchGate, Keys, LONGEST_BLOCKS, PacketAuth};
-use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::net::SocketAddr;
 use verbs::cqe::{self, Cqe, Syndrome};
 use verbs::wqe::{Control, DecodeError, Wqe, decode};
 use verbs::{FunctionId, QpState, Qpn, RemotePeer};
@@ -53,69 +49,10 @@ const FETCHED_BEFORE_ACK: u8 = 4;
 /// sent with any request.
 const PIGGYBACK_NS: u64 = 100_000;
 
-/// The NIC's state of all connections to other NICs.
-pub(super) struct RemoteState {
-    pub outbox: Outbox,
-    pub stats: WireStats,
-    /// Deadlines of connections; at most one entry per connection.
-    timers: BTreeSet<(u64, u32)>,
-    /// The local QP of each peer without authentication keys. Packets from a peer's address are
-    /// attributed to that peer, so only one QP may have a given peer. A peer with keys is
-    /// identified by its tags instead, even if another QP names its address.
-    unkeyed_peers: HashMap<(SocketAddr, Qpn), Qpn>,
-    /// The highest packet counter of all destroyed connections. New connections continue from it,
-    /// so no counter repeats under one key, even if two QPs are reconnected with the same secret.
-    last_counter: u64,
-    /// Number of connections with requests in flight.
-    pub awaiting: u32,
-    /// See [`crate::Engine::expects_more_packets`].
-    pub expects_more: bool,
-    /// Delayed-ACK policy for short messages.
-    ack_policy: AckDelay,
-    /// QPs whose ACK is delayed for piggybacking, oldest first, with the start time of the delay.
-    /// Entries may be stale.
-    piggybacking: VecDeque<(u64, Qpn)>,
-    /// QPs whose ACK is delayed until the port changes the policy. Entries may be stale.
-    delayed: Vec<Qpn>,
-}
-
 /// [`decode`], but not inlined: the inlined copy is for QPs whose peer is on this NIC.
 #[inline(never)]
 fn decode_kept<'a>(ctrl: &Control, bytes: &'a [u8]) -> Result<Wqe<'a>, DecodeError> {
     decode(ctrl, bytes)
-}
-
-impl RemoteState {
-    pub fn new(limits: Option<&WireLimits>) -> Self {
-        Self {
-            outbox: Outbox::new(limits.map_or(0, |l| l.outbox_bytes)),
-            stats: WireStats::default(),
-            timers: BTreeSet::new(),
-            unkeyed_peers: HashMap::new(),
-            last_counter: 0,
-            awaiting: 0,
-            expects_more: false,
-            ack_policy: AckDelay::None,
-            piggybacking: VecDeque::new(),
-            delayed: Vec::new(),
-        }
-    }
-
-    /// Derives the initial PSNs and keys of a connection of `qpn` from its secret, if it has one.
-    fn derive_keys(&self, peer: &mut RemotePeer, qpn: Qpn, now_ns: u64) -> PacketAuth {
-        let guesses = || PacketAuth::Psn(GuessLimiter::new(now_ns));
-        let Some(secret) = peer.secret else { return guesses() };
-        let directions = directions(&secret, qpn, peer.qpn);
-        (peer.sq_psn, peer.rq_psn) = (directions.out_psn, directions.in_psn);
-        let Some((out, into)) = directions.keys else { return guesses() };
-        let keys = Keys { sealer: Sealer::new(out, self.last_counter), opener: Opener::new(into) };
-        PacketAuth::Key(Box::new(keys))
-    }
-
-    /// Earliest deadline of all connections.
-    pub fn deadline_ns(&self) -> Option<u64> {
-        self.timers.first().map(|&(at, _)| at)
-    }
 }
 
 impl Core {
@@ -130,8 +67,8 @@ impl Core {
         if let Some(&by) = taken {
             return Err(Error::PeerTaken { address: end.0, peer: peer.qpn, by });
         }
-        let qp = self.qps.get(qpn.raw()).expect("the QP was looked up above");
-        let stride = qp.recv.and_then(|n| self.recvs.get(n)).map_or(0, |r| r.stride());
+        let qp = self.queues.qps.get(qpn.raw()).expect("the QP was looked up above");
+        let stride = qp.recv.and_then(|n| self.queues.recvs.get(n)).map_or(0, |r| r.stride());
         let blocks = limits.blocks.max(LONGEST_BLOCKS);
         let requests = limits.requests.max(1);
         let bytes = blocks as u64 * verbs::wqe::WQEBB as u64
@@ -139,7 +76,7 @@ impl Core {
             + size_of::<Connection>() as u64
             + if peer.is_authenticated() { size_of::<Keys>() as u64 } else { 0 }
             + stride as u64;
-        let function = self.functions.get_mut(&f).expect("the calling function exists");
+        let function = self.owners.functions.get_mut(&f).expect("the calling function exists");
         let limit = function.limits.remote_peers;
         if function.used.remote_peers >= limit {
             let what = "connections of the function to other NICs";
@@ -165,7 +102,7 @@ impl Core {
             piggyback: PiggybackState::new(),
             bytes,
         };
-        let qp = self.qps.get_mut(qpn.raw()).expect("the QP was looked up above");
+        let qp = self.queues.qps.get_mut(qpn.raw()).expect("the QP was looked up above");
         qp.peer = Peer::Remote(peer.qpn);
         qp.remote = Some(Box::new(connection));
         qp.state = QpState::ReadyToReceive;
@@ -174,7 +111,7 @@ impl Core {
 
     /// Destroys the connection of a QP, if it has one. Packets that arrive later are dropped.
     pub fn disconnect(&mut self, qpn: Qpn) {
-        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return };
+        let Some(qp) = self.queues.qps.get_mut(qpn.raw()) else { return };
         let Some(connection) = qp.remote.take() else { return };
         let owner = qp.function;
         if let Some(at) = connection.timer_ns {
@@ -189,7 +126,7 @@ impl Core {
                 self.wire.last_counter = self.wire.last_counter.max(keys.sealer.last())
             }
         }
-        if let Some(function) = self.functions.get_mut(&owner) {
+        if let Some(function) = self.owners.functions.get_mut(&owner) {
             function.used.ring_bytes -= connection.bytes;
             function.used.remote_peers -= 1;
         }
@@ -197,26 +134,10 @@ impl Core {
 
     // --- turns ---------------------------------------------------------------------------------
 
-    /// See `Core::has_work`. `#[inline(never)]`, here and on the step, keeps the fast path of local
-    /// QPs small.
-    #[inline(never)]
-    pub fn remote_has_work(&self, qp: &Qp, connection: &Connection) -> bool {
-        connection.has_packets(qp.state)
-            || match qp.state {
-                QpState::ReadyToSend => qp.pending() > 0 && connection.may_fetch(),
-                QpState::Error => {
-                    qp.pending() > 0
-                        || !connection.requester.is_empty()
-                        || self.flushable(qp.qpn) > 0
-                }
-                _ => false,
-            }
-    }
-
     /// Executes one step of a connected QP: sends some packets, or fetches a WQE, or flushes a WQE.
     #[inline(never)]
     pub fn step_remote(&mut self, qpn: Qpn, wqe: &mut Fetched) -> Step {
-        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return Step::Idle };
+        let Some(qp) = self.queues.qps.get_mut(qpn.raw()) else { return Step::Idle };
         let Some(mut connection) = qp.remote.take() else { return Step::Idle };
         let state = qp.state;
         let step = self.step_connection(&mut connection, qpn, state, wqe);
@@ -254,7 +175,7 @@ impl Core {
                 if connection.requester.next(1).is_some() {
                     self.send_requests(connection, qpn, wqe);
                 } else if connection.fetched < FETCHED_BEFORE_ACK
-                    && self.qps.get(qpn.raw()).is_some_and(|qp| qp.pending() > 0)
+                    && self.queues.qps.get(qpn.raw()).is_some_and(|qp| qp.pending() > 0)
                     && connection.may_fetch()
                 {
                     connection.fetched += 1;
@@ -270,7 +191,7 @@ impl Core {
         }
         match state {
             QpState::ReadyToSend => {
-                let pending = self.qps.get(qpn.raw()).is_some_and(|qp| qp.pending() > 0);
+                let pending = self.queues.qps.get(qpn.raw()).is_some_and(|qp| qp.pending() > 0);
                 if !pending || !connection.may_fetch() {
                     return Step::Idle;
                 }
@@ -286,7 +207,7 @@ impl Core {
 
     /// Moves a connection back into its QP, sets its timer, and makes the QP ready if it has work.
     fn put_back(&mut self, qpn: Qpn, mut connection: Box<Connection>) {
-        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return };
+        let Some(qp) = self.queues.qps.get_mut(qpn.raw()) else { return };
         // An earlier timer entry stays. When it expires, the timer is set to the right time.
         let deadline = connection.requester.deadline().filter(|_| qp.state == QpState::ReadyToSend);
         if let Some(at) = deadline
@@ -329,9 +250,9 @@ impl Core {
         qp.remote = Some(connection);
         if packets && matches!(qp.in_list, InList::CqWaiters { .. }) {
             // The next WQE of the QP waits, but the connection has work.
-            self.leave(qpn);
+            self.queues.leave(qpn);
         }
-        self.schedule(qpn);
+        self.queues.schedule(qpn);
     }
 
     /// Sets the delayed-ACK policy. Returns true if delayed acknowledgements are now ready to be
@@ -363,7 +284,7 @@ impl Core {
 
     /// Ends the delay of a connection's acknowledgement if `waits` returns true for the connection.
     fn end_ack_delay(&mut self, qpn: Qpn, waits: impl FnOnce(&mut Connection) -> bool) -> bool {
-        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return false };
+        let Some(qp) = self.queues.qps.get_mut(qpn.raw()) else { return false };
         let Some(mut connection) = qp.remote.take() else { return false };
         let waits = waits(&mut connection);
         self.put_back(qpn, connection);
@@ -378,7 +299,7 @@ impl Core {
         {
             self.wire.timers.pop_first();
             let qpn = Qpn::new(number);
-            let Some(qp) = self.qps.get_mut(number) else { continue };
+            let Some(qp) = self.queues.qps.get_mut(number) else { continue };
             let Some(mut connection) = qp.remote.take() else { continue };
             connection.timer_ns = None;
             if connection.requester.on_timer(self.now_ns) {
@@ -393,7 +314,7 @@ impl Core {
 
     /// Completes finished requests, in order.
     fn retire(&mut self, connection: &mut Connection, qpn: Qpn) {
-        let Some(qp) = self.qps.get(qpn.raw()) else { return };
+        let Some(qp) = self.queues.qps.get(qpn.raw()) else { return };
         if qp.state != QpState::ReadyToSend {
             return;
         }
@@ -416,7 +337,7 @@ impl Core {
     /// Completes a request that succeeded. Returns false if the CQ is full.
     fn complete_request(&mut self, qpn: Qpn, request: &Request) -> bool {
         self.stats.wqes[(request.opcode & 0x3f) as usize] += 1;
-        let qp = self.qps.get_mut(qpn.raw()).expect("the QP of a connection exists");
+        let qp = self.queues.qps.get_mut(qpn.raw()).expect("the QP of a connection exists");
         qp.executed += 1;
         if !request.signaled {
             return true;
@@ -439,7 +360,8 @@ impl Core {
     }
 
     fn push_request_error(&mut self, qpn: Qpn, request: &Request, why: Syndrome, vendor: u8) {
-        let send_cq = self.qps.get(qpn.raw()).expect("the QP of a connection exists").send_cq;
+        let send_cq =
+            self.queues.qps.get(qpn.raw()).expect("the QP of a connection exists").send_cq;
         let cqe = Cqe {
             opcode: cqe::opcode::REQ_ERR,
             qpn,
@@ -457,7 +379,7 @@ impl Core {
         let Some(request) = connection.requester.flush() else { return false };
         self.push_request_error(qpn, &request, Syndrome::Flushed, 0);
         self.stats.flushed += 1;
-        self.work += super::WQE_WORK;
+        self.work += WQE_WORK;
         true
     }
 }

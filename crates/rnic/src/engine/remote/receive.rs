@@ -12,13 +12,14 @@
 //!                        └──> counter ──> tag ────────┘
 //! ```
 
+use super::state::RemoteState;
 use super::transmit::nak_of;
-use super::{Connection, PacketAuth, RemoteState, decode_kept};
+use super::{Connection, PacketAuth, decode_kept};
 use crate::dma::{Span, copy_lists};
+use crate::engine::core::{Core, RDMA_BYTES_MAX, WQE_WORK};
 use crate::engine::local_wqe::{Fault, LocalWqe};
 use crate::engine::queue::Fetched;
 use crate::engine::respond::{self, Delivery};
-use crate::engine::{Core, RDMA_BYTES_MAX, WQE_WORK};
 use crate::wire::guess_limiter::PsnFit;
 use crate::wire::mac::{self, Refused};
 use crate::wire::packet::{self, AtomicOp, Body, ICRC, Malformed, Notice, Packet, Part, Reth};
@@ -58,7 +59,7 @@ impl Core {
         let Some(qpn) = packet::destination(bytes) else {
             return stats.not_a_packet(Malformed::Short);
         };
-        let Some(qp) = self.qps.get_mut(qpn.raw()).filter(|qp| qp.remote.is_some()) else {
+        let Some(qp) = self.queues.qps.get_mut(qpn.raw()).filter(|qp| qp.remote.is_some()) else {
             stats.unknown_qp += 1;
             return;
         };
@@ -123,7 +124,7 @@ impl Core {
             connection.responder.repeat_nak(packet.psn);
             self.wire.stats.untimely += 1;
         }
-        self.scheduler.charge(sched_index, (self.work - before) as i64);
+        self.queues.scheduler.charge(sched_index, (self.work - before) as i64);
         self.put_back(qpn, connection);
     }
 
@@ -150,7 +151,7 @@ impl Core {
             }
         }
         let to = respond::RemoteAccess::new(
-            self.qps.get(qpn.raw()).expect("the QP of a connection exists"),
+            self.queues.qps.get(qpn.raw()).expect("the QP of a connection exists"),
         );
         let verdict = match packet.body {
             Body::Send { part, notice } => self.send_arrives(connection, &to, packet, part, notice),
@@ -227,7 +228,7 @@ impl Core {
             if self.receive_ready(to)?.is_err() {
                 return Ok(Verdict::NotReady);
             }
-            let recv = self.recvs.get_mut(n).expect("a receive queue in use exists");
+            let recv = self.queues.recvs.get_mut(n).expect("a receive queue in use exists");
             let list = recv.fetch(&mut self.scratch.recv_wqe);
             responder.receive_wqe.copy_from_slice(list);
             // Other QPs take WQEs from a shared queue meanwhile. A QP's own WQE is consumed when
@@ -236,8 +237,11 @@ impl Core {
             if taken.is_some() {
                 self.check_srq_limit(n);
             }
-            self.qps.get_mut(to.qpn.raw()).expect("the QP of a connection exists").taken_wqe =
-                taken;
+            self.queues
+                .qps
+                .get_mut(to.qpn.raw())
+                .expect("the QP of a connection exists")
+                .taken_wqe = taken;
         }
         let stride = responder.receive_wqe.len();
         self.scratch.recv_wqe[..stride].copy_from_slice(&responder.receive_wqe);
@@ -269,7 +273,12 @@ impl Core {
 
     /// Takes the index of the receive WQE that the current message has taken, to complete it.
     fn take_taken_wqe(&mut self, to: &respond::RemoteAccess) -> Option<u16> {
-        self.qps.get_mut(to.qpn.raw()).expect("the QP of a connection exists").taken_wqe.take()
+        self.queues
+            .qps
+            .get_mut(to.qpn.raw())
+            .expect("the QP of a connection exists")
+            .taken_wqe
+            .take()
     }
 
     fn write_arrives(
@@ -416,8 +425,10 @@ impl Core {
     ) {
         connection.requester.wqe(request, wqe.bytes_mut());
         let ctrl = wqe.control();
-        let me =
-            LocalWqe::new(self.qps.get(qpn.raw()).expect("the QP of a connection exists"), &ctrl);
+        let me = LocalWqe::new(
+            self.queues.qps.get(qpn.raw()).expect("the QP of a connection exists"),
+            &ctrl,
+        );
         let skip = at as u64 * connection.peer.mtu.bytes() as u64;
         let put = match (packet.body, decode_kept(&ctrl, wqe.bytes())) {
             (Body::ReadResponse { .. }, Ok(Wqe::Read { to, .. })) => {
@@ -427,7 +438,7 @@ impl Core {
                     self.wire.stats.stray += 1;
                     return;
                 }
-                self.list_local(&me, to, Access::LOCAL_WRITE).map(|()| {
+                self.scratch.list_local(&self.keys, &me, to, Access::LOCAL_WRITE).map(|()| {
                     let (list, data) = (self.scratch.local.as_slice(), packet.payload);
                     copy_lists(list, skip, &[Span::of_bytes(data)], 0, len);
                     self.stats.bytes += len;

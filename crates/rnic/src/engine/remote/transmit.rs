@@ -3,9 +3,10 @@
 use super::{Connection, decode_kept};
 use crate::crc::Sum;
 use crate::dma::{Span, copy_out};
+use crate::engine::core::{Core, WQE_WORK};
 use crate::engine::local_wqe::{Fault, LocalWqe};
 use crate::engine::queue::Fetched;
-use crate::engine::{Core, WQE_WORK, respond};
+use crate::engine::respond;
 use crate::wire::mac::{self, Sealer};
 use crate::wire::packet::{self, Aeth, AtomicOp, Body, Nak, Notice, Packet, Part, Reth};
 use crate::wire::requester::{Kind, Plan, Request};
@@ -40,7 +41,7 @@ impl Core {
         let at = plan.request;
         connection.requester.wqe(at, wqe.bytes_mut());
         let ctrl = wqe.control();
-        let qp = self.qps.get(qpn.raw()).expect("the QP of a connection exists");
+        let qp = self.queues.qps.get(qpn.raw()).expect("the QP of a connection exists");
         let me = LocalWqe::new(qp, &ctrl);
         let Ok(decoded) = decode_kept(&ctrl, wqe.bytes()) else {
             unreachable!("a stored WQE was decoded when it was fetched");
@@ -48,7 +49,7 @@ impl Core {
         self.work += WQE_WORK;
         // Keys are checked again now, because a region may have been destroyed since the fetch.
         if let Wqe::Send { from, .. } | Wqe::Write { from, .. } = decoded
-            && let Err(Fault { syndrome, vendor }) = self.gather(&me, from)
+            && let Err(Fault { syndrome, vendor }) = self.scratch.gather(&self.keys, &me, from)
         {
             connection.requester.fault(at, syndrome, vendor);
             self.retire(connection, qpn);
@@ -104,7 +105,7 @@ impl Core {
     /// Sends the pending responses.
     pub(super) fn send_answers(&mut self, connection: &mut Connection, qpn: Qpn) {
         let envelope = connection.envelope();
-        let qp = self.qps.get(qpn.raw()).expect("the QP of a connection exists");
+        let qp = self.queues.qps.get(qpn.raw()).expect("the QP of a connection exists");
         let to = respond::RemoteAccess::new(qp);
         let mut made = 0;
         while made < STEP_PACKETS {

@@ -43,8 +43,11 @@ fn peers_of_a_removed_function_fail_at_their_next_request() {
     assert!(bed.e.query_qp(f, client.qpn).is_err());
     assert!(bed.e.query_key(PF, theirs.key.index()).is_err());
     assert!(bed.e.alloc_pd(f).is_err());
-    assert_eq!(bed.e.core.pds.len(), 1);
-    assert_eq!((bed.e.core.qps.len(), bed.e.core.recvs.len(), bed.e.core.cqs.len()), (2, 2, 4));
+    assert_eq!(bed.e.core.owners.pds.len(), 1);
+    assert_eq!(
+        (bed.e.core.queues.qps.len(), bed.e.core.queues.recvs.len(), bed.e.core.queues.cqs.len()),
+        (2, 2, 4)
+    );
     bed.e.remove_function(f);
     bed.e.remove_function(FunctionId::PHYSICAL);
     assert!(bed.e.alloc_pd(PF).is_ok());

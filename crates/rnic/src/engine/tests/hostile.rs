@@ -219,7 +219,7 @@ proptest! {
         let f = h.qps[0].function;
         h.bed.e.remove_function(f);
         h.bed.e.poll(h.bed.now, 1 << 20);
-        prop_assert_eq!(h.bed.e.core.qps.len(), 3);
+        prop_assert_eq!(h.bed.e.core.queues.qps.len(), 3);
         prop_assert_eq!(h.bed.e.poll(h.bed.now, 100), 0);
         h.serves_bystanders(0xee);
     }

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use rustix::event::epoll;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::super::control::{Reply, Verb};
@@ -89,11 +90,11 @@ fn complete_limits(limits: Limits, wire: &RoceSocket) -> Limits {
 }
 
 /// A random number from the system. Used only when queue pairs are set up.
-fn random_number() -> u32 {
+fn random_number() -> Result<u32, Errno> {
     let mut bytes = [0; 4];
-    // Four bytes are returned whole. The call can fail only early in the boot of the system.
-    while getrandom(&mut bytes[..], GetRandomFlags::empty()) != Ok(4) {}
-    u32::from_ne_bytes(bytes)
+    // The kernel returns requests of up to 256 bytes whole.
+    retry_on_intr(|| getrandom(&mut bytes[..], GetRandomFlags::empty()))?;
+    Ok(u32::from_ne_bytes(bytes))
 }
 
 impl Host {

@@ -1,5 +1,6 @@
 //! Misuse of requests: for foreign chunks, for former chunks, and malformed requests.
 
+use pool::index::EntryId;
 use pool::onesidedmw::layout::{reply, status};
 use pool::scheme::{Grant, GroupId};
 use verbs::{Key, MemoryRegion, Op, Qpn, Remote};
@@ -82,7 +83,8 @@ impl Hostile {
         let bytes = self.terms.chunk_bytes;
         if self.scheme.needs_cpu() {
             let keys: Vec<Key> = (0..lanes).map(|i| Key(be32(32 + 4 * i))).collect();
-            return (b[0] == 1).then(|| Grant::new(be64(16), bytes, be32(4), GroupId(0), &keys));
+            return (b[0] == 1)
+                .then(|| Grant::new(be64(16), bytes, be32(4).into(), GroupId(0), &keys));
         }
         let key = |window: usize| {
             let index = &b[reply::KEYS + 3 * window..][..3];
@@ -90,7 +92,7 @@ impl Hostile {
             Key(u32::from_be_bytes([index[0], index[1], index[2], tag]))
         };
         let keys: Vec<Key> = (1..=lanes).map(key).collect();
-        let entry = be32(reply::ENTRY) >> 8;
+        let entry = EntryId::of_grant(be32(reply::ENTRY));
         let granted = b[reply::STATUS] == status::GRANTED;
         granted.then(|| Grant::new(be64(reply::CHUNK), bytes, entry, GroupId(0), &keys))
     }
@@ -144,7 +146,7 @@ impl Hostile {
             return;
         }
         let at = self.random.below(self.had.len() as u64) as usize;
-        let entry = self.had[at].entry;
+        let entry = self.had[at].entry.raw();
         self.free_and_forget(entry);
     }
 
@@ -158,7 +160,7 @@ impl Hostile {
 
     pub(super) fn free_and_forget(&mut self, entry: u32) {
         let client = self.cx.client;
-        let held = self.held.iter().position(|g| g.entry == entry);
+        let held = self.held.iter().position(|g| g.entry.raw() == entry);
         let held = held.map(|at| self.held.swap_remove(at));
         if let Some(grant) = &held {
             self.cx.with_oracle(|o| o.frees(client, entry, grant.keys()));
@@ -200,7 +202,7 @@ impl Hostile {
         // The bytes may form a valid request, and free a chunk of the client.
         let client = self.cx.client;
         for grant in std::mem::take(&mut self.held) {
-            self.cx.with_oracle(|o| o.frees(client, grant.entry, grant.keys()));
+            self.cx.with_oracle(|o| o.frees(client, grant.entry.raw(), grant.keys()));
         }
         self.cx.with_oracle(|o| {
             o.misnamed = true;

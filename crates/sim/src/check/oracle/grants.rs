@@ -62,7 +62,7 @@ impl Oracle {
             && first + count <= self.chunks
             && match self.case.sizes {
                 true => count.is_power_of_two() && first.is_multiple_of(count),
-                false => count == 1 && first == grant.entry,
+                false => count == 1 && first == grant.entry.raw(),
             };
         fits.then_some(first..first + count)
     }
@@ -71,7 +71,7 @@ impl Oracle {
     pub fn first_chunk(&self, grant: &Grant) -> u32 {
         match self.case.sizes {
             true => self.place(grant.addr).map_or(u32::MAX, |(chunk, _)| chunk),
-            false => grant.entry,
+            false => grant.entry.raw(),
         }
     }
 

@@ -168,7 +168,7 @@ impl Builder {
     }
 
     /// Masked FAA: the word consists of fields, each of which ends at a set bit of `boundary`.
-    /// Fields are added without carry between them.
+    /// The NIC adds field by field, so that no field carries into the next one.
     pub fn masked_fetch_add(&mut self, at: Remote, add: u64, boundary: u64, old: Sge) -> &mut Self {
         self.start(opcode::ATOMIC_MASKED_FA, EXTENDED_ATOMIC_8, 4, 0)
             .remote(at)

@@ -31,7 +31,7 @@ impl Held {
     pub fn take(&self, user: User, block: Block) {
         let mut all = self.0.lock();
         for (other, had) in all.iter() {
-            let apart = had.chunks().end <= block.chunk || block.chunks().end <= had.chunks().start;
+            let apart = had.end() <= block.chunk || block.end() <= had.chunk;
             assert!(apart, "{other:?} has {had:?}, but {user:?} gets {block:?}");
         }
         all.push((user, block));
@@ -71,7 +71,8 @@ fn client(memory: Memory, me: User, orders: &'static [u32], held: Arc<Held>) -> 
     Task::new(move |verbs: Stepped| async move {
         let tree = Tree::new(shape, me);
         for order in orders {
-            let Ok(Some(Taken { block, .. })) = tree.allocate(&verbs, *order).await else {
+            let Ok(Some(Taken { block, .. })) = tree.allocate(&verbs, Order::new(*order)).await
+            else {
                 continue;
             };
             held.take(me, block);
@@ -86,7 +87,7 @@ fn client(memory: Memory, me: User, orders: &'static [u32], held: Arc<Held>) -> 
 fn recovery(shape: Shape, crashed: User) -> Task {
     Task::new(move |verbs: Stepped| async move {
         let tree = Tree::new(shape, user(100));
-        for section in 0..shape.sections() {
+        for section in shape.each_section() {
             let Ok(blocks) = tree.taken_by(&verbs, crashed, section).await;
             for block in blocks {
                 let Ok(()) = tree.give_back(&verbs, &[block], crashed).await;
@@ -143,7 +144,7 @@ impl Explored for World {
     fn check_end(&self) {
         let shape = self.memory.shape();
         let tree = Tree::new(shape, user(101));
-        for section in 0..shape.sections() {
+        for section in shape.each_section() {
             for number in 1..=self.clients.len() as u16 {
                 let left = run(tree.taken_by(&self.memory, user(number), section));
                 assert_eq!(left, [], "left behind by client {number}");
@@ -151,7 +152,7 @@ impl Explored for World {
             run(tree.repair_section(&self.memory, section));
         }
         self.memory.check_empty();
-        for chunk in 0..shape.chunks {
+        for chunk in shape.each_chunk() {
             assert!(!self.memory.log(chunk).taken, "the log of chunk {chunk}");
         }
     }

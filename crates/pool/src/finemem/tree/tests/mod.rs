@@ -10,8 +10,9 @@ use std::convert::Infallible;
 
 use super::allocate::{COLLISION_FAILURES, RELOCATIONS_MAX};
 use super::*;
-use crate::finemem::block::{Block, SPAN_ORDER};
-use crate::finemem::header::{CHUNKS, Record, SPANS, Spread};
+use crate::finemem::block::{Block, Order, SPAN_ORDER, SpanOffset};
+use crate::finemem::header::{CHUNKS, Record, Spread};
+use crate::index::ChunkIndex;
 use world::{Memory, run};
 
 const SMALL: Shape = Shape { chunks: 32, chunk_bytes: 4096 };
@@ -20,7 +21,15 @@ const TWO_SECTIONS: Shape = Shape { chunks: 1024, chunk_bytes: 4096 };
 
 /// Allocates a block.
 fn take(tree: &Tree, memory: &impl Verbs<Error = Infallible>, order: u32) -> Option<Block> {
-    run(tree.allocate(memory, order)).map(|taken| taken.block)
+    run(tree.allocate(memory, Order::new(order))).map(|taken| taken.block)
+}
+
+fn section(index: u32) -> SectionIndex {
+    SectionIndex::new(index)
+}
+
+fn span(index: u32) -> SpanIndex {
+    SpanIndex::new(index)
 }
 
 fn user(number: u16) -> User {
@@ -53,7 +62,7 @@ fn partial_span_at_the_end_is_fully_allocated() {
         let tree = Tree::new(shape, user(3));
         let mut blocks = Vec::new();
         while let Some(block) = take(&tree, &memory, 0) {
-            assert!(block.chunk < chunks);
+            assert!(block.chunk < shape.end());
             blocks.push(block);
         }
         assert_eq!(blocks.len() as u32, chunks);
@@ -74,7 +83,7 @@ impl Verbs for Full {
     async fn read(&self, at: Word, out: &mut [u64]) -> Result<(), Infallible> {
         self.reads.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let full = Header(0).with_bitmap(u32::MAX);
-        for (word, at) in out.iter_mut().zip(at.0..) {
+        for (word, at) in out.iter_mut().zip(at.raw()..) {
             *word = full.with_in_use(at >= self.shape.sections()).0;
         }
         Ok(())
@@ -92,7 +101,7 @@ fn failed_search_reads_headers_in_batches() {
         let shape = Shape { chunks: sections * 512, chunk_bytes: 4096 };
         let full = Full { shape, reads: Default::default() };
         let tree = Tree::new(shape, user(7));
-        for order in [0, 4, SPAN_ORDER, 9, 10] {
+        for order in [0, 4, SPAN_ORDER.raw(), 9, 10].map(Order::new) {
             let began = std::time::Instant::now();
             assert_eq!(run(tree.allocate(&full, order)), None);
             let reads = full.reads.swap(0, std::sync::atomic::Ordering::Relaxed);
@@ -135,15 +144,17 @@ fn failed_multi_section_allocation_frees_its_parts() {
     for _ in 0..4 {
         take(&two, &memory, 9).unwrap();
     }
-    [0, 2, 3].iter().for_each(|i| run(two.give_back(&memory, &[Block::section(*i)], user(2))));
+    for section in [0, 2, 3].map(section) {
+        run(two.give_back(&memory, &[Block::section(section)], user(2)));
+    }
     assert_eq!(take(&one, &memory, 11), None);
     for index in [0, 2, 3] {
         assert_eq!(memory.section(index).bitmap(), 0);
-        assert!(!memory.log(index * 512).taken, "section {index}");
+        assert!(!memory.log(section(index).first_chunk()).taken, "section {index}");
     }
     // Two of the sections were taken and freed again.
     assert_eq!(memory.section(2).record().user, user(1));
-    memory.check_log(Block::section(1), user(2));
+    memory.check_log(Block::section(section(1)), user(2));
 }
 
 /// States that a crash leaves of a block of several sections: all of it, or parts without the first
@@ -154,20 +165,20 @@ fn partly_taken_block_is_found_as_sections() {
     let memory = Memory::new(shape);
     let one = Tree::new(shape, user(1));
     let block = take(&one, &memory, 11).unwrap();
-    let found = |section| run(Tree::new(shape, user(9)).taken_by(&memory, user(1), section));
+    let found = |index| run(Tree::new(shape, user(9)).taken_by(&memory, user(1), section(index)));
     assert_eq!(found(0), [block]);
     assert_eq!((found(1), found(3)), (vec![], vec![]));
-    run(one.give_back_part(&memory, 0, block, user(1)));
+    run(one.give_back_part(&memory, section(0), block, user(1)));
     let sections: Vec<Block> = (0..4).flat_map(found).collect();
-    assert_eq!(sections, [1, 2, 3].map(Block::section));
-    run(one.give_back_part(&memory, 1, block, user(1)));
-    assert_eq!((found(1), found(2)), (vec![], vec![Block::section(2)]));
+    assert_eq!(sections, [1, 2, 3].map(section).map(Block::section));
+    run(one.give_back_part(&memory, section(1), block, user(1)));
+    assert_eq!((found(1), found(2)), (vec![], vec![Block::section(section(2))]));
 }
 
 /// A span that is full in its section's header, but neither in use nor owned, is lost.
-fn check_not_lost(memory: &Memory, span: u32) {
-    let (section, header) = (memory.section(span / SPANS), memory.span(span));
-    let is_full = section.spread(span % SPANS) == Spread::Full;
+fn check_not_lost(memory: &Memory, span: SpanIndex) {
+    let (section, header) = (memory.section(span.section().raw()), memory.span(span));
+    let is_full = section.spread(span.in_section()) == Spread::Full;
     assert!(!is_full || header.in_use(), "span {span} is lost: {section:?}, {header:?}");
 }
 
@@ -179,11 +190,12 @@ fn late_full_hint_does_not_prevent_closing() {
     let node = Tree::new(SECTION, User::NOBODY);
     let owner = Tree::new(SECTION, user(16));
     let block = take(&owner, &memory, 0).unwrap();
-    assert_eq!(block.chunk, 0);
-    run(node.read_header(&memory, Place::section(0)));
-    memory.set(SECTION.section(0), memory.section(0).with_spread(0, Spread::Full));
+    assert_eq!(block.chunk, ChunkIndex::new(0));
+    run(node.read_header(&memory, Place::Section(section(0))));
+    let full = memory.section(0).with_spread(SpanOffset::new(0), Spread::Full);
+    memory.set(SECTION.section(section(0)), full);
     run(node.give_back(&memory, &[block], user(16)));
-    check_not_lost(&memory, 0);
+    check_not_lost(&memory, span(0));
     memory.check_empty();
 }
 
@@ -193,18 +205,19 @@ fn outdated_span_is_not_marked_full() {
     let memory = Memory::new(SECTION);
     let (others, late) = (Tree::new(SECTION, user(16)), Tree::new(SECTION, user(16)));
     let blocks: Vec<_> = (0..CHUNKS).map(|_| take(&others, &memory, 0).unwrap()).collect();
-    run(late.read_header(&memory, Place::span(0)));
+    run(late.read_header(&memory, Place::Span(span(0))));
     run(others.give_back(&memory, &blocks, user(16)));
     // A client starts to open the span, and stops.
-    let section = memory.section(0);
-    let record = Record { timestamp: section.record().timestamp.next(), ..section.record() };
+    let before = memory.section(0);
+    let record = Record { timestamp: before.record().timestamp.next(), ..before.record() };
     let opened = Record { offset: 0, size: Record::OPENED, ..record };
-    let section = section.with_spread(0, Spread::Normal).with_record(opened);
-    memory.set(SECTION.section(0), section);
-    run(late.read_header(&memory, Place::section(0)));
+    let opened = before.with_spread(SpanOffset::new(0), Spread::Normal).with_record(opened);
+    memory.set(SECTION.section(section(0)), opened);
+    run(late.read_header(&memory, Place::Section(section(0))));
     take(&late, &memory, 0).unwrap();
-    check_not_lost(&memory, 0);
-    assert_eq!(take(&Tree::new(SECTION, user(32)), &memory, 0).map(|b| b.chunk / CHUNKS), Some(0));
+    check_not_lost(&memory, span(0));
+    let block = take(&Tree::new(SECTION, user(32)), &memory, 0);
+    assert_eq!(block.map(|b| b.chunk.span()), Some(span(0)));
 }
 
 /// A closed span's header keeps its last log while the whole span is taken. A client that reads
@@ -215,15 +228,15 @@ fn old_span_log_does_not_overwrite_the_section_log() {
     // User 16 starts its searches at the first span.
     let before = Tree::new(SECTION, user(16));
     let chunk = take(&before, &memory, 0).unwrap();
-    assert_eq!(chunk.chunk, 0);
+    assert_eq!(chunk.chunk, ChunkIndex::new(0));
     run(before.give_back(&memory, &[chunk], user(16)));
     let owner = Tree::new(SECTION, user(2));
-    let block = take(&owner, &memory, SPAN_ORDER).unwrap();
-    assert_eq!(block.chunk, 0);
+    let block = take(&owner, &memory, SPAN_ORDER.raw()).unwrap();
+    assert_eq!(block.chunk, ChunkIndex::new(0));
     // The section's log names another span now.
-    take(&owner, &memory, SPAN_ORDER).unwrap();
+    take(&owner, &memory, SPAN_ORDER.raw()).unwrap();
     let fresh = Tree::new(SECTION, user(100));
-    let found = run(fresh.taken_by(&memory, user(2), 0));
+    let found = run(fresh.taken_by(&memory, user(2), section(0)));
     memory.check_log(block, user(2));
     assert_eq!(found.len(), 2);
 }
@@ -240,9 +253,9 @@ fn allocation_costs_the_expected_verbs() {
     assert_eq!(memory.count(), (3, 2), "reads and CASes of an allocation in a span that is known");
     run(tree.give_back(&memory, &[block], user(1)));
     assert_eq!(memory.count(), (2, 2), "reads and CASes of giving back");
-    take(&tree, &memory, SPAN_ORDER).unwrap();
+    take(&tree, &memory, SPAN_ORDER.raw()).unwrap();
     memory.count();
-    take(&tree, &memory, SPAN_ORDER).unwrap();
+    take(&tree, &memory, SPAN_ORDER.raw()).unwrap();
     assert_eq!(memory.count(), (3, 2), "reads and CASes of taking a span");
 }
 
@@ -263,12 +276,15 @@ fn full_and_normal_hints_are_corrected() {
     let memory = Memory::new(SECTION);
     let (one, two) = (Tree::new(SECTION, user(1)), Tree::new(SECTION, user(2)));
     let blocks: Vec<Block> = (0..32).map(|_| take(&one, &memory, 0).unwrap()).collect();
-    let span = blocks[0].chunk / 32;
-    assert_eq!(memory.section(0).spread(span), Spread::Full);
+    let span = blocks[0].chunk.span();
+    assert_eq!(memory.section(0).spread(span.in_section()), Spread::Full);
     run(two.give_back(&memory, &blocks[..1], user(1)));
-    assert_eq!(memory.section(0).spread(span), Spread::Normal);
+    assert_eq!(memory.section(0).spread(span.in_section()), Spread::Normal);
     // As after a lost hint.
-    memory.set(SECTION.section(0), memory.section(0).with_spread(span, Spread::Full));
+    memory.set(
+        SECTION.section(section(0)),
+        memory.section(0).with_spread(span.in_section(), Spread::Full),
+    );
     let all: Vec<Block> = (0..481).map(|_| take(&two, &memory, 0).unwrap()).collect();
     memory.check_distinct(&all);
     assert_eq!(take(&one, &memory, 0), None);
@@ -279,10 +295,10 @@ fn full_and_normal_hints_are_corrected() {
 fn collision_moves_the_search_to_another_span() {
     let memory = Memory::new(SECTION);
     let one = Tree::new(SECTION, user(1));
-    let span = take(&one, &memory, 0).unwrap().chunk / 32;
+    let span = take(&one, &memory, 0).unwrap().chunk.span();
     let disturbed = world::Disturbed::new(&memory, SECTION.span(span), COLLISION_FAILURES);
-    assert_ne!(take(&one, &disturbed, 0).unwrap().chunk / 32, span);
-    assert_eq!(memory.section(0).spread(span), Spread::Normal);
+    assert_ne!(take(&one, &disturbed, 0).unwrap().chunk.span(), span);
+    assert_eq!(memory.section(0).spread(span.in_section()), Spread::Normal);
 }
 
 /// Where there is no alternative and CASes fail often, the span is marked contended, and other
@@ -291,22 +307,22 @@ fn collision_moves_the_search_to_another_span() {
 fn contention_is_marked_avoided_and_forgotten() {
     let memory = Memory::new(SECTION);
     let one = Tree::new(SECTION, user(1));
-    let span = take(&one, &memory, 0).unwrap().chunk / 32;
+    let span = take(&one, &memory, 0).unwrap().chunk.span();
     let set = |at, spread| {
-        memory.set(SECTION.section(0), memory.section(0).with_spread(at, spread));
+        memory.set(SECTION.section(section(0)), memory.section(0).with_spread(at, spread));
     };
-    (0..16).filter(|at| *at != span).for_each(|at| set(at, Spread::Full));
+    SpanOffset::all().filter(|at| *at != span.in_section()).for_each(|at| set(at, Spread::Full));
     let failures = COLLISION_FAILURES * (1 + RELOCATIONS_MAX) + CONTENDED_FROM + CONTENDED_BELOW;
     let disturbed = world::Disturbed::new(&memory, SECTION.span(span), failures);
-    assert_eq!(take(&one, &disturbed, 0).unwrap().chunk / 32, span);
-    assert_eq!(memory.section(0).spread(span), Spread::Contended);
-    let other = (span + 1) % 16;
-    set(other, Spread::Empty);
-    assert_eq!(take(&Tree::new(SECTION, user(2)), &memory, 0).unwrap().chunk / 32, other);
+    assert_eq!(take(&one, &disturbed, 0).unwrap().chunk.span(), span);
+    assert_eq!(memory.section(0).spread(span.in_section()), Spread::Contended);
+    let other = SpanIndex::new((span.raw() + 1) % 16);
+    set(other.in_section(), Spread::Empty);
+    assert_eq!(take(&Tree::new(SECTION, user(2)), &memory, 0).unwrap().chunk.span(), other);
     // A client without an alternative.
-    set(other, Spread::Full);
-    assert_eq!(take(&Tree::new(SECTION, user(3)), &memory, 0).unwrap().chunk / 32, span);
-    assert_eq!(memory.section(0).spread(span), Spread::Normal);
+    set(other.in_section(), Spread::Full);
+    assert_eq!(take(&Tree::new(SECTION, user(3)), &memory, 0).unwrap().chunk.span(), span);
+    assert_eq!(memory.section(0).spread(span.in_section()), Spread::Normal);
 }
 
 /// Without contention control a client retries in place, however often its CAS fails.
@@ -314,13 +330,13 @@ fn contention_is_marked_avoided_and_forgotten() {
 fn without_contention_control_cas_is_retried_in_place() {
     let memory = Memory::new(SECTION);
     let tree = Tree::without_contention_control(SECTION, user(1));
-    let span = take(&tree, &memory, 0).unwrap().chunk / CHUNKS;
+    let span = take(&tree, &memory, 0).unwrap().chunk.span();
     let failures = 2 * CONTENDED_FROM;
     let disturbed = world::Disturbed::new(&memory, SECTION.span(span), failures);
-    assert_eq!(take(&tree, &disturbed, 0).unwrap().chunk / CHUNKS, span);
-    assert_eq!(memory.section(0).spread(span), Spread::Normal);
-    let disturbed = world::Disturbed::new(&memory, SECTION.section(0), failures);
-    assert!(take(&tree, &disturbed, SPAN_ORDER).is_some());
+    assert_eq!(take(&tree, &disturbed, 0).unwrap().chunk.span(), span);
+    assert_eq!(memory.section(0).spread(span.in_section()), Spread::Normal);
+    let disturbed = world::Disturbed::new(&memory, SECTION.section(section(0)), failures);
+    assert!(take(&tree, &disturbed, SPAN_ORDER.raw()).is_some());
     // The search still finds all free chunks.
     let rest: Vec<Block> = std::iter::from_fn(|| take(&tree, &memory, 0)).collect();
     assert_eq!(rest.len() as u32, 512 - CHUNKS - 2);

@@ -13,6 +13,7 @@ use super::explore::{Explored, Held, explore_all, full};
 use super::world::{Stepped, Task, window};
 use super::*;
 use crate::finemem::log::{Capability, FullLog};
+use crate::index::EntryId;
 use verbs::Key;
 
 /// The allocations of a client, and the number of verbs after which it crashes.
@@ -42,7 +43,7 @@ struct World {
 }
 
 fn overlap(a: Block, b: Block) -> bool {
-    a.chunks().start < b.chunks().end && b.chunks().start < a.chunks().end
+    a.chunk < b.end() && b.chunk < a.end()
 }
 
 /// Allocates blocks, and frees each one into quarantine.
@@ -58,7 +59,7 @@ fn client(
         let verbs = verbs.with_keys();
         let tree = Tree::new(shape, me);
         for order in orders {
-            let Ok(Some(taken)) = tree.allocate(&verbs, *order).await else { continue };
+            let Ok(Some(taken)) = tree.allocate(&verbs, Order::new(*order)).await else { continue };
             let (block, key) = (taken.block, taken.capability.main);
             let entry = shape.entry(block);
             held.take(me, block);
@@ -87,12 +88,12 @@ fn pass(shape: Shape, dead: Vec<User>, anew: bool) -> Task {
         let tree = Tree::new(shape, User::NOBODY);
         if anew {
             let Ok(()) = end_quarantines(&tree, &verbs).await;
-            for section in 0..shape.sections() {
+            for section in shape.each_section() {
                 let Ok(()) = tree.free_ownerless(&verbs, section).await;
             }
         }
         for user in dead {
-            for section in 0..shape.sections() {
+            for section in shape.each_section() {
                 let Ok(blocks) = tree.taken_by(&verbs, user, section).await;
                 for block in blocks {
                     let at = shape.capability(shape.entry(block));
@@ -121,18 +122,21 @@ async fn read(verbs: &Stepped, at: Word) -> u64 {
 async fn end_quarantines(tree: &Tree, verbs: &Stepped) -> Result<(), Infallible> {
     let shape = tree.shape();
     let mut words = Vec::new();
-    for first in (0..shape.entries()).step_by(BATCH) {
-        let mut some = vec![0; BATCH.min((shape.entries() - first) as usize)];
-        verbs.read(shape.capability(first), &mut some).await?;
+    for entries in (EntryId::new(0)..shape.entries_end()).batches(BATCH) {
+        let mut some = vec![0; entries.len()];
+        verbs.read(shape.capability(entries.start), &mut some).await?;
         words.extend(some);
     }
-    let found: Vec<(u32, u64)> =
-        (0..).zip(words).filter(|(_, word)| Capability::parse(*word).is_quarantined()).collect();
-    let block = |entry: u32| shape.block(entry).unwrap();
+    let found: Vec<(EntryId, u64)> = shape
+        .each_entry()
+        .zip(words)
+        .filter(|(_, word)| Capability::parse(*word).is_quarantined())
+        .collect();
+    let block = |entry: EntryId| shape.block(entry).unwrap();
     for (entry, _) in &found {
         tree.withdraw(verbs, block(*entry)).await?;
     }
-    let mut by_header: BTreeMap<(bool, u32), Vec<Block>> = BTreeMap::new();
+    let mut by_header: BTreeMap<Place, Vec<Block>> = BTreeMap::new();
     let mut keys = Vec::new();
     for (entry, _) in &found {
         let at = window(shape, *entry);
@@ -145,9 +149,7 @@ async fn end_quarantines(tree: &Tree, verbs: &Stepped) -> Result<(), Infallible>
         let open = Capability::open(key).to_word();
         verbs.cas(shape.capability(*entry), *word, open).await?;
         let block = block(*entry);
-        let chunks = block.order < SPAN_ORDER;
-        let header = if chunks { block.chunk / CHUNKS } else { block.chunk / SECTION.chunks };
-        by_header.entry((!chunks, header)).or_default().push(block);
+        by_header.entry(block.place()).or_default().push(block);
     }
     for blocks in by_header.values() {
         let log = FullLog::parse(read(verbs, shape.log(blocks[blocks.len() - 1].chunk)).await);
@@ -179,8 +181,8 @@ impl World {
 
     fn has_work(&self) -> bool {
         let quarantined = |entry| self.memory.capability(entry).is_quarantined();
-        let entries = self.memory.shape().entries();
-        !self.dead.is_empty() || self.anew || (0..entries).any(quarantined)
+        let mut entries = self.memory.shape().each_entry();
+        !self.dead.is_empty() || self.anew || entries.any(quarantined)
     }
 }
 
@@ -233,13 +235,14 @@ impl Explored for World {
     fn check_end(&self) {
         let shape = self.memory.shape();
         let tree = Tree::new(shape, user(101));
-        (0..shape.sections())
+        shape
+            .each_section()
             .for_each(|section| _ = run(tree.repair_section(&self.memory, section)));
         self.memory.check_empty();
-        for chunk in 0..shape.chunks {
+        for chunk in shape.each_chunk() {
             assert!(!self.memory.log(chunk).taken, "the log of chunk {chunk}");
         }
-        for entry in 0..shape.entries() {
+        for entry in shape.each_entry() {
             let open = Capability::open(self.memory.window(entry));
             assert_eq!(self.memory.capability(entry), open, "of {:?}", shape.block(entry));
         }

@@ -24,15 +24,15 @@ fn client(memory: Memory, me: u16, plan: Plan, held: Held) -> Task {
         let mut kept = Vec::new();
         let leave = |block: Block| {
             let mut held = held.lock();
-            for chunk in block.chunks() {
-                assert_eq!(held[chunk as usize].take(), Some(me));
+            for chunk in block.chunks().iter() {
+                assert_eq!(held[chunk.as_usize()].take(), Some(me));
             }
         };
         for (order, keep) in plan.orders {
-            let Ok(Some(taken)) = tree.allocate(&verbs, order).await else { continue };
+            let Ok(Some(taken)) = tree.allocate(&verbs, Order::new(order)).await else { continue };
             let block = taken.block;
-            for chunk in block.chunks() {
-                let before = held.lock()[chunk as usize].replace(me);
+            for chunk in block.chunks().iter() {
+                let before = held.lock()[chunk.as_usize()].replace(me);
                 assert_eq!(before, None, "chunk {chunk} has two owners");
             }
             memory.check_log(block, user(me));
@@ -98,7 +98,7 @@ proptest! {
                 let me = user(*me);
                 tasks.push(Task::new(move |verbs: Stepped| async move {
                     let tree = Tree::new(shape, user(100));
-                    for section in 0..shape.sections() {
+                    for section in shape.each_section() {
                         let Ok(blocks) = tree.taken_by(&verbs, me, section).await;
                         for block in blocks {
                             let Ok(()) = tree.give_back(&verbs, &[block], me).await;
@@ -108,9 +108,9 @@ proptest! {
             }
         }
         let tree = Tree::new(shape, user(101));
-        (0..shape.sections()).for_each(|section| _ = run(tree.repair_section(&memory, section)));
+        shape.each_section().for_each(|section| _ = run(tree.repair_section(&memory, section)));
         memory.check_empty();
-        for chunk in 0..chunks {
+        for chunk in shape.each_chunk() {
             prop_assert!(!memory.log(chunk).taken, "the log of chunk {chunk}");
         }
     }
@@ -138,13 +138,13 @@ proptest! {
         }
         let words = memory.words();
         let map = Map::Tree(Tree::new(shape, user(2)));
-        let counted = map.free_blocks(order.into(), |at| words[at.0 as usize]);
+        let counted = map.free_blocks(Order::new(order), |at| words[at.as_usize()]);
         let Map::Tree(other) = &map else { unreachable!("it is one") };
         let mut taken = 0;
         while take(other, &memory, order).is_some() {
             taken += 1;
         }
         prop_assert_eq!(counted, taken);
-        prop_assert_eq!(map.free_blocks(u64::MAX, |at| words[at.0 as usize]), 0);
+        prop_assert_eq!(shape.order(u64::MAX), None);
     }
 }

@@ -13,15 +13,14 @@ fn withdrawn_block_has_no_owner_but_stays_taken() {
         let (owner, node) = (Tree::new(TWO_SECTIONS, user(1)), Tree::new(TWO_SECTIONS, user(0)));
         let late = Tree::new(TWO_SECTIONS, user(2));
         let block = take(&owner, &memory, order).unwrap();
-        let sections = block.parts().unwrap_or(block.chunk / 512..block.chunk / 512 + 1);
-        let places: Vec<Place> = match order < SPAN_ORDER {
-            true => vec![Place::span(block.chunk / CHUNKS)],
-            false => sections.clone().map(Place::section).collect(),
+        let places: Vec<Place> = match block.parts() {
+            Some(parts) => parts.iter().map(Place::Section).collect(),
+            None => vec![block.place()],
         };
         let before: Vec<Seen> = places.iter().map(|p| run(late.read_header(&memory, *p))).collect();
         run(node.withdraw(&memory, block));
         let firsts = match block.parts() {
-            Some(parts) => parts.map(|index| index * 512).collect(),
+            Some(parts) => parts.iter().map(SectionIndex::first_chunk).collect(),
             None => vec![block.chunk],
         };
         let check = |when: &str| {
@@ -39,7 +38,7 @@ fn withdrawn_block_has_no_owner_but_stays_taken() {
             run(late.flush(&memory, *place, now));
         }
         check("flushed late");
-        for section in 0..2 {
+        for section in TWO_SECTIONS.each_section() {
             assert_eq!(run(late.taken_by(&memory, user(1), section)), [], "{block:?}");
         }
         // No client gets any part of the block.
@@ -47,7 +46,7 @@ fn withdrawn_block_has_no_owner_but_stays_taken() {
         while let Some(other) = take(&late, &memory, 0) {
             others.push(other);
         }
-        assert_eq!(others.len() as u32, 1024 - (1 << order));
+        assert_eq!(others.len() as u32, 1024 - block.order.chunks());
         assert!(others.iter().all(|b| !block.chunks().contains(&b.chunk)));
         others.iter().for_each(|b| run(late.give_back(&memory, &[*b], user(2))));
         run(node.give_back(&memory, &[block], user(1)));
@@ -66,13 +65,14 @@ fn withdrawal_is_idempotent_and_affects_one_block() {
     let other = take(&two, &memory, 1).unwrap();
     run(node.withdraw(&memory, block));
     memory.check_log(other, user(2));
-    let (log, header): (FullLog, Header) = (memory.log(block.chunk), memory.span(0));
+    let (log, header): (FullLog, Header) =
+        (memory.log(block.chunk), memory.span(SpanIndex::new(0)));
     assert_eq!(header.record().user, user(2), "the last change was by the other user");
     run(node.withdraw(&memory, block));
-    assert_eq!((memory.log(block.chunk), memory.span(0)), (log, header));
+    assert_eq!((memory.log(block.chunk), memory.span(SpanIndex::new(0))), (log, header));
     // The newest block: the header's log then names no user.
     run(node.withdraw(&memory, other));
-    assert_eq!(memory.span(0).record().user, User::NOBODY);
+    assert_eq!(memory.span(SpanIndex::new(0)).record().user, User::NOBODY);
     assert!(!memory.log(other.chunk).taken);
     run(node.give_back(&memory, &[block, other], user(2)));
     memory.check_empty();
@@ -89,7 +89,7 @@ fn withdrawn_but_unfreed_blocks_are_repaired() {
         let lost = take(&one, &memory, order).unwrap();
         let kept: Vec<Block> = (0..5).filter_map(|order| take(&two, &memory, order)).collect();
         run(node.withdraw(&memory, lost));
-        (0..2).for_each(|section| run(node.free_ownerless(&memory, section)));
+        TWO_SECTIONS.each_section().for_each(|section| run(node.free_ownerless(&memory, section)));
         kept.iter().for_each(|block| memory.check_log(*block, user(2)));
         kept.iter().for_each(|block| run(two.give_back(&memory, &[*block], user(2))));
         memory.check_empty();

@@ -11,8 +11,10 @@ use std::task::{Context, Poll, Waker};
 use parking_lot::Mutex;
 
 use super::*;
+use crate::finemem::block::SpanOffset;
 use crate::finemem::log::{Capability, FullLog};
 use crate::finemem::table::initial;
+use crate::index::{ChunkIndex, EntryId};
 
 /// Runs a future that never waits.
 pub fn run<T>(future: impl Future<Output = Result<T, Infallible>>) -> T {
@@ -33,16 +35,16 @@ pub struct Memory {
 impl Memory {
     pub fn new(shape: Shape) -> Self {
         let mut words = vec![0; shape.words() as usize];
-        initial(shape, |at, word| words[at.0 as usize] = word);
+        initial(shape, |at, word| words[at.as_usize()] = word);
         Self { shape, words: Arc::new(Mutex::new(words)), counts: Arc::default() }
     }
 
     /// Memory whose headers all have the timestamp `time`, as after that many changes.
     pub fn at(shape: Shape, time: u32) -> Self {
         let memory = Self::new(shape);
-        let sections = (0..shape.sections()).map(|index| shape.section(index));
-        for at in sections.chain((0..shape.spans()).map(|index| shape.span(index))) {
-            let word = &mut memory.words.lock()[at.0 as usize];
+        let sections = shape.each_section().map(|section| shape.section(section));
+        for at in sections.chain(shape.each_span().map(|span| shape.span(span))) {
+            let word = &mut memory.words.lock()[at.as_usize()];
             let timestamp = crate::finemem::header::Timestamp::new(time);
             let header = Header(*word);
             let record = crate::finemem::header::Record { timestamp, ..header.record() };
@@ -58,10 +60,10 @@ impl Memory {
         {
             let mut words = memory.words.lock();
             words.resize((shape.words() + shape.entries()) as usize, 0);
-            for entry in 0..shape.entries() {
-                let key = verbs::Key((1 + entry) << 8 | 1);
-                words[shape.capability(entry).0 as usize] = Capability::open(key).to_word();
-                words[window(shape, entry).0 as usize] = key.0 as u64;
+            for entry in shape.each_entry() {
+                let key = verbs::Key((1 + entry.raw()) << 8 | 1);
+                words[shape.capability(entry).as_usize()] = Capability::open(key).to_word();
+                words[window(shape, entry).as_usize()] = key.0 as u64;
             }
         }
         memory
@@ -72,17 +74,18 @@ impl Memory {
     }
 
     /// The current key of a block's window.
-    pub fn window(&self, entry: u32) -> verbs::Key {
-        verbs::Key(self.words.lock()[window(self.shape, entry).0 as usize] as u32)
+    pub fn window(&self, entry: EntryId) -> verbs::Key {
+        verbs::Key(self.words.lock()[window(self.shape, entry).as_usize()] as u32)
     }
 
-    pub fn capability(&self, entry: u32) -> Capability {
-        Capability::parse(self.words.lock()[self.shape.capability(entry).0 as usize])
+    pub fn capability(&self, entry: EntryId) -> Capability {
+        Capability::parse(self.words.lock()[self.shape.capability(entry).as_usize()])
     }
 
     /// Checks that the full log names the owner of a block.
     pub fn check_log(&self, block: Block, owner: User) {
-        let parts = block.parts().into_iter().flatten().map(|index| index * SECTION.chunks);
+        let parts = block.parts().into_iter().flat_map(|parts| parts.iter());
+        let parts = parts.map(SectionIndex::first_chunk);
         for chunk in parts.chain([block.chunk]) {
             let log = self.log(chunk);
             assert_eq!((log.user, log.taken), (owner, true), "{block:?}");
@@ -95,19 +98,23 @@ impl Memory {
     }
 
     pub fn section(&self, index: u32) -> Header {
-        Header(self.words.lock()[self.shape.section(index).0 as usize])
+        self.header(Place::Section(SectionIndex::new(index)))
     }
 
-    pub fn span(&self, index: u32) -> Header {
-        Header(self.words.lock()[self.shape.span(index).0 as usize])
+    pub fn span(&self, index: SpanIndex) -> Header {
+        self.header(Place::Span(index))
     }
 
-    pub fn log(&self, chunk: u32) -> FullLog {
-        FullLog::parse(self.words.lock()[self.shape.log(chunk).0 as usize])
+    fn header(&self, place: Place) -> Header {
+        Header(self.words.lock()[place.word(self.shape).as_usize()])
+    }
+
+    pub fn log(&self, chunk: ChunkIndex) -> FullLog {
+        FullLog::parse(self.words.lock()[self.shape.log(chunk).as_usize()])
     }
 
     pub fn set(&self, at: Word, header: Header) {
-        self.words.lock()[at.0 as usize] = header.0;
+        self.words.lock()[at.as_usize()] = header.0;
     }
 
     /// READs and CASes since the last call.
@@ -117,23 +124,25 @@ impl Memory {
 
     pub fn check_distinct(&self, blocks: &[Block]) {
         let mut seen = vec![false; self.shape.chunks as usize];
-        for chunk in blocks.iter().flat_map(|b| b.chunks()) {
-            assert!(!std::mem::replace(&mut seen[chunk as usize], true), "chunk {chunk} twice");
+        for chunk in blocks.iter().flat_map(|b| b.chunks().iter()) {
+            assert!(!std::mem::replace(&mut seen[chunk.as_usize()], true), "chunk {chunk} twice");
         }
     }
 
     /// Checks that all words but the logs are as they were initially.
     pub fn check_empty(&self) {
         let mut fresh = vec![0; self.shape.words() as usize];
-        initial(self.shape, |at, word| fresh[at.0 as usize] = word);
-        for index in 0..self.shape.sections() {
-            let before = Header(fresh[self.shape.section(index).0 as usize]);
-            for at in 0..SPANS {
-                let span = index * SPANS + at;
-                let (is, was) = (self.span(span), Header(fresh[self.shape.span(span).0 as usize]));
+        initial(self.shape, |at, word| fresh[at.as_usize()] = word);
+        for section in self.shape.each_section().map(Place::Section) {
+            let now = self.header(section);
+            let before = Header(fresh[section.word(self.shape).as_usize()]);
+            for at in SpanOffset::all() {
+                let span = section.section().span(at);
+                let was = Header(fresh[self.shape.span(span).as_usize()]);
+                let is = self.span(span);
                 assert_eq!(is.bitmap(), was.bitmap(), "span {span}: {is:?}");
                 assert_eq!(is.in_use(), was.in_use(), "span {span}: {is:?}");
-                let (is, was) = (self.section(index).spread(at), before.spread(at));
+                let (is, was) = (now.spread(at), before.spread(at));
                 assert!(is == was || was != Spread::Empty, "span {span}: {is:?}, was {was:?}");
             }
         }
@@ -145,14 +154,14 @@ impl Verbs for Memory {
 
     async fn read(&self, at: Word, out: &mut [u64]) -> Result<(), Infallible> {
         self.counts.0.fetch_add(1, Ordering::Relaxed);
-        let from = at.0 as usize;
+        let from = at.as_usize();
         out.copy_from_slice(&self.words.lock()[from..from + out.len()]);
         Ok(())
     }
 
     async fn cas(&self, at: Word, expected: u64, new: u64) -> Result<u64, Infallible> {
         self.counts.1.fetch_add(1, Ordering::Relaxed);
-        let word = &mut self.words.lock()[at.0 as usize];
+        let word = &mut self.words.lock()[at.as_usize()];
         let old = *word;
         if old == expected {
             *word = new;
@@ -162,8 +171,8 @@ impl Verbs for Memory {
 }
 
 /// The word that holds the key of a block's window.
-pub fn window(shape: Shape, entry: u32) -> Word {
-    Word(shape.words() + entry)
+pub fn window(shape: Shape, entry: EntryId) -> Word {
+    Word::new(shape.words() + entry.raw())
 }
 
 /// Memory in which another client changes a word just before each of the next CASes on it.
@@ -190,7 +199,7 @@ impl Verbs for Disturbed<'_> {
         let left = self.left.lock().get();
         if at == self.word && left > 0 {
             self.left.lock().set(left - 1);
-            let word = &mut self.memory.words.lock()[at.0 as usize];
+            let word = &mut self.memory.words.lock()[at.as_usize()];
             let header = Header(*word);
             // Changing the log's user number represents an operation of another client.
             let record = header.record();

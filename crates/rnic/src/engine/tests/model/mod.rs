@@ -560,7 +560,7 @@ proptest! {
         for (op, aimed) in &ops {
             world.step(&if *aimed { world.aimed(op) } else { op.clone() });
         }
-        prop_assert!(world.bed.e.core.functions.contains_key(&FunctionId::PHYSICAL));
+        prop_assert!(world.bed.e.core.owners.functions.contains_key(&FunctionId::PHYSICAL));
     }
 }
 

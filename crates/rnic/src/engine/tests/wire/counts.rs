@@ -10,10 +10,10 @@ use verbs::FunctionId;
 use verbs::cqe::Syndrome;
 use verbs::wqe::opcode as wqe_opcode;
 
-const WQE: u64 = crate::engine::WQE_WORK;
+const WQE: u64 = crate::engine::core::WQE_WORK;
 
 fn ring_bytes(net: &Net, f: FunctionId) -> u64 {
-    net.beds[0].e.core.functions[&f].used.ring_bytes
+    net.beds[0].e.core.owners.functions[&f].used.ring_bytes
 }
 
 /// Creates a connected QP of a function; also returns the function's ring bytes before the
@@ -42,7 +42,7 @@ fn connection_memory_is_charged_while_connected() {
     assert_eq!(ring_bytes(&net, f) - before, rings + structs as u64);
     net.beds[0].e.modify_qp(f, qpn, QpChange::Reset).unwrap();
     assert_eq!(ring_bytes(&net, f), before);
-    assert_eq!(net.beds[0].e.core.functions[&f].used.remote_peers, 0);
+    assert_eq!(net.beds[0].e.core.owners.functions[&f].used.remote_peers, 0);
 }
 
 #[test]
@@ -327,8 +327,8 @@ fn work_of_a_packet_is_charged_to_its_function() {
     let write = |len| Body::Write { part: Part::Only, reth: Some(Reth { at, len }), imm: None };
     let state = |w: &mut World| {
         let core = &mut w.net.beds[1].e.core;
-        let sched_index = core.qps.get(w.far.qpn.raw()).unwrap().sched_index;
-        (core.scheduler.function(sched_index).deficit, core.work)
+        let sched_index = core.queues.qps.get(w.far.qpn.raw()).unwrap().sched_index;
+        (core.queues.scheduler.function(sched_index).deficit, core.work)
     };
     // The first packet activates the function.
     w.receive_at(here, write(4), &[1; 4]);

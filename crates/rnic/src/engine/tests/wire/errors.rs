@@ -58,7 +58,7 @@ fn rejected_request_fails_both_ends() {
     for loss in [0, 1000] {
         for (i, (wrong, syndrome)) in cases.iter().enumerate() {
             let (mut net, [mut a, mut b], [mine, theirs]) = world(&Link::default());
-            net.random = Random(i as u64);
+            net.random = units::Random::new(i as u64);
             net.faults.loss = loss;
             net.beds[1].post_recv(&mut b, &[theirs.sge(0, 3000)]);
             let end = 16 << 10;

@@ -114,7 +114,7 @@ impl Run {
     }
 
     fn len(&mut self) -> usize {
-        let r = &mut self.net.random;
+        let r = &mut self.net;
         match r.below(8) {
             0 => 0,
             1 | 2 => r.below(64) as usize,
@@ -127,9 +127,9 @@ impl Run {
 
     fn post(&mut self, end: usize) {
         let len = self.len();
-        let kind = self.net.random.below(12);
-        let salt = self.net.random.next();
-        let slot = self.net.random.below(SLOTS as u64) as usize;
+        let kind = self.net.below(12);
+        let salt = self.net.random.bits();
+        let slot = self.net.below(SLOTS as u64) as usize;
         let [first, second] = &mut self.ends;
         let (me, far) = if end == 0 { (first, second) } else { (second, first) };
         let at = me.qp.producer as usize;
@@ -253,13 +253,13 @@ impl Run {
 
     /// Posts receives; sometimes late.
     fn post_receives(&mut self, end: usize) {
-        if self.net.random.below(3) == 0 {
+        if self.net.below(3) == 0 {
             return;
         }
         let me = &mut self.ends[end];
+        let some = 1 + self.net.below(4) as u32;
         let bed = &mut self.net.beds[end];
         let used = bed.e.query_qp(PF, me.qp.qpn).unwrap().progress.recv_consumer;
-        let some = 1 + self.net.random.below(4) as u32;
         for _ in 0..some {
             if me.qp.recv_producer.wrapping_sub(used) & 0xffff >= DEPTH as u32 {
                 return;
@@ -275,7 +275,7 @@ impl Run {
         while self.ends.iter().any(|e| e.completed < ops) {
             for end in 0..2 {
                 self.post_receives(end);
-                let burst = 1 + self.net.random.below(DEPTH as u64);
+                let burst = 1 + self.net.below(DEPTH as u64);
                 for _ in 0..burst {
                     let me = &self.ends[end];
                     if me.posted < ops && me.under_way.len() < DEPTH {

@@ -6,6 +6,7 @@ use crate::wire::Outgoing;
 use crate::wire::icrc::{self, Route};
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
+use units::Random;
 use verbs::{PairSecret, PathMtu, Psn, RemotePeer, SecretSide};
 
 /// Faults of the network, each as a rate per 10,000 packets.
@@ -17,27 +18,6 @@ pub struct Faults {
     pub delays: u32,
     /// Packets with one flipped bit, which the ICRC check must detect.
     pub spoilt: u32,
-}
-
-/// SplitMix64.
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
-    }
-
-    pub fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
-    }
-
-    fn one_in_10000(&mut self, times: u32) -> bool {
-        times > 0 && self.below(10_000) < times as u64
-    }
 }
 
 /// A packet in flight.
@@ -129,7 +109,7 @@ impl Net {
             beds: [Bed::with(limits.clone()), Bed::with(limits)],
             now: 0,
             faults: Faults::default(),
-            random: Random(seed),
+            random: Random::new(seed),
             v6: seed & 1 == 1,
             flying: BTreeMap::new(),
             sequence: 0,
@@ -226,24 +206,34 @@ impl Net {
             log.push((end, bytes.clone()));
         }
         let faults = self.faults;
-        let copies = 1 + self.random.one_in_10000(faults.duplicates) as u32;
+        let copies = 1 + self.happens(faults.duplicates) as u32;
         for _ in 0..copies {
-            if self.random.one_in_10000(faults.loss) {
+            if self.happens(faults.loss) {
                 continue;
             }
             let mut bytes = bytes.clone();
-            if self.random.one_in_10000(faults.spoilt) {
-                let at = self.random.below(bytes.len() as u64) as usize;
-                bytes[at] ^= 1 << self.random.below(8);
+            if self.happens(faults.spoilt) {
+                let at = self.below(bytes.len() as u64) as usize;
+                bytes[at] ^= 1 << self.below(8);
             }
             let mut delay = 5_000;
-            if self.random.one_in_10000(faults.delays) {
-                delay += self.random.below(300_000);
+            if self.happens(faults.delays) {
+                delay += self.below(300_000);
             }
             self.sequence += 1;
             let flying = Flying { to: 1 - end, source, destination, bytes };
             self.flying.insert((self.now + delay, self.sequence), flying);
         }
+    }
+
+    /// Returns a number below `n`: a remainder, because seeds of these tests are recorded.
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.random.bits() % n
+    }
+
+    /// Returns whether a fault of this rate per 10,000 packets happens to a packet.
+    fn happens(&mut self, rate: u32) -> bool {
+        rate > 0 && self.below(10_000) < rate.into()
     }
 
     /// Advances time to the next event; returns false if there is none.

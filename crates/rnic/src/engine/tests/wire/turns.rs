@@ -64,7 +64,7 @@ fn flushing_a_fetched_wqe_costs_one_unit_of_work() {
         net.beds[0].e.core.work - before
     };
     // The completion costs as much work again.
-    assert_eq!(flushed(5) - flushed(2), 3 * 2 * crate::engine::WQE_WORK);
+    assert_eq!(flushed(5) - flushed(2), 3 * 2 * crate::engine::core::WQE_WORK);
 }
 
 #[test]
@@ -98,5 +98,5 @@ fn work_of_a_read_response_counts_packets_and_bytes() {
         net.beds[1].e.core.work - before
     };
     let more = answered(2500) - answered(4);
-    assert_eq!(more, 2 * crate::engine::WQE_WORK + 2496);
+    assert_eq!(more, 2 * crate::engine::core::WQE_WORK + 2496);
 }

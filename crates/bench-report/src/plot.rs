@@ -18,8 +18,8 @@ use kuva::{Palette, RasterBackend};
 
 use crate::Error;
 use crate::histogram::Latencies;
-use crate::number::{engineering, significant};
-use crate::size::Size;
+use units::Size;
+use units::number::{engineering, significant};
 
 /// Width and height in logical pixels, without the legend.
 const AREA_PX: (f64, f64) = (680.0, 440.0);

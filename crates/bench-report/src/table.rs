@@ -14,9 +14,9 @@
 
 use std::fmt;
 
-use crate::number::{engineering, significant, thousands};
 use crate::record::{BASELINE_NIC, Record, Setting, SettingValue, Statistic, Unit};
-use crate::size::Size;
+use units::Size;
+use units::number::{engineering, significant, thousands};
 
 /// A table of text. Columns of numbers are right-aligned. A column head may have several lines.
 #[derive(Clone, Debug, Default)]
