@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use super::client_limits::PeerIdentity;
 use super::connection::ConnectionId;
-use crate::scheme::ClientId;
+use scheme::ClientId;
 
 /// Additional connections, beyond two per compute node, for processes that only send control
 /// requests.
