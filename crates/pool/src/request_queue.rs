@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use verbs::completion::WhenIdle;
 use verbs::completion::{Completer, Pending};
 use verbs::{
     Access, Completion, CompletionQueue, CqAttr, Error as VerbsError, Nic, Op, PeerAddress, QpAttr,
@@ -17,7 +18,6 @@ use verbs::{
 
 use crate::Error;
 use crate::credits::{Credits, Take};
-use crate::scheme::WhenIdle;
 
 /// An access QP that also carries requests, with the completer of its completions.
 pub type SharedQp<N> = (<N as Nic>::Qp, Arc<Completer<<N as Nic>::Cq>>);

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use verbs::completion::WhenIdle;
 use verbs::{Key, PeerAddress, Qpn, SessionSecret};
 
 use crate::Error;
@@ -247,9 +248,6 @@ pub struct NodeStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub budget: Option<BudgetStatus>,
 }
-
-/// Callback that a compute node runs while an answer is overdue: see [`ClientScheme::when_idle`].
-pub type WhenIdle = Arc<dyn Fn() + Send + Sync>;
 
 /// Cost of the allocations of a compute node that allocates by CAS. All zero in other schemes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -5,10 +5,13 @@ pub use crate::odrp::ODRP;
 pub use crate::onesidedmw::ONESIDEDMW;
 pub use crate::rpc::{FINE_MR, ONDEMAND_RPC, PREMMAP_RPC, RPC_MW_1, RPC_MW_2, STATIC_MR};
 
+use std::time::Duration;
+
 use verbs::Nic;
 use verbs::direct::DirectNic;
 
 use crate::info::Scheme;
+use crate::options::SchemeOptions;
 use crate::registry::{ClientFamily, ClientRegistry, Family, NodeFamily, NodeRegistry, Registry};
 use crate::settings::Settings;
 use crate::{Error, finemem, odrp, onesidedmw, rpc};
@@ -48,6 +51,27 @@ pub fn clients<N: Nic>() -> ClientRegistry<N> {
     let families: [&'static dyn ClientFamily<N>; 4] =
         [&onesidedmw::Family, &odrp::Family, &finemem::Family, &rpc::Family];
     Registry::new(families)
+}
+
+impl Default for Settings {
+    /// 256 MiB in chunks of 1 MiB, two lanes.
+    fn default() -> Self {
+        Self {
+            donate_bytes: 256 << 20,
+            chunk_bytes: 1 << 20,
+            group_size: 3,
+            credits: 16,
+            groups_max: 64,
+            clients_max: 256,
+            client_quotas: true,
+            scheme: ONESIDEDMW,
+            options: SchemeOptions::default(),
+            silence: Duration::from_secs(10),
+            paced: false,
+            nic_windows: None,
+            keep_resident_bytes: 64 << 20,
+        }
+    }
 }
 
 /// Checks the settings of a memory node with one of these schemes.

@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use serde::Serialize;
 
+use crate::Error;
 use crate::blocks::{CHUNK_ORDER, Shape};
 use crate::info::Scheme;
 use crate::options::SchemeOptions;
 use crate::scheme::MAX_GROUP;
-use crate::{Error, schemes};
 
 /// Settings of a memory node.
 ///
@@ -63,27 +63,6 @@ pub struct Settings {
     /// is returned to the operating system when a chunk is released, if the NIC runs in the memory
     /// node's process.
     pub keep_resident_bytes: u64,
-}
-
-impl Default for Settings {
-    /// 256 MiB in chunks of 1 MiB, two lanes.
-    fn default() -> Self {
-        Self {
-            donate_bytes: 256 << 20,
-            chunk_bytes: 1 << 20,
-            group_size: 3,
-            credits: 16,
-            groups_max: 64,
-            clients_max: 256,
-            client_quotas: true,
-            scheme: schemes::ONESIDEDMW,
-            options: SchemeOptions::default(),
-            silence: Duration::from_secs(10),
-            paced: false,
-            nic_windows: None,
-            keep_resident_bytes: 64 << 20,
-        }
-    }
 }
 
 /// Upper bound of the management QPs of a compute node in any scheme.

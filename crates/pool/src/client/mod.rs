@@ -23,6 +23,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use verbs::completion::WhenIdle;
 use verbs::executor::block_on;
 use verbs::{Access, MemoryRegion, Nic};
 
@@ -40,9 +41,7 @@ use self::embedded::LocalControl;
 use self::inner::Inner;
 use crate::protocol::{NodeHello, Status};
 use crate::registry::{ClientParts, ClientRegistry};
-use crate::scheme::{
-    CasStats, ConnectRequest, ConnectionEpoch, Grant, GroupId, QPS_MAX, WhenIdle, bulletin,
-};
+use crate::scheme::{CasStats, ConnectRequest, ConnectionEpoch, Grant, GroupId, QPS_MAX, bulletin};
 use crate::{DefaultNic, Error, Scheme, schemes};
 use units::cpus::cores;
 

@@ -7,8 +7,6 @@
 
 use std::ops::Range;
 
-use super::header::{CHUNK_ORDER_MAX, CHUNKS, PARTS_ORDER_MAX, SPAN_ORDER_MAX, SPANS};
-use super::layout::{Shape, Word};
 pub use crate::blocks::{BLOCK_BYTES_MAX, Block, CHUNK_ORDER, ORDERS, Order};
 use crate::index::{ChunkIndex, IndexRange, index_type};
 
@@ -32,6 +30,16 @@ index_type! {
     SpanOffset
 }
 
+/// Chunks of a span.
+pub const CHUNKS: u32 = 32;
+/// Spans of a section.
+pub const SPANS: u32 = 16;
+/// Order of the largest block of chunks within a span: half a span.
+pub const CHUNK_ORDER_MAX: u32 = 4;
+/// Order of the largest block of spans: a section, as the logarithm of its spans.
+pub const SPAN_ORDER_MAX: u32 = 4;
+/// Maximum sections of a block, as a logarithm.
+pub const PARTS_ORDER_MAX: u32 = 14;
 /// Chunks of a section.
 pub const SECTION: u32 = CHUNKS * SPANS;
 /// The order of a span.
@@ -177,14 +185,6 @@ impl Place {
         match self {
             Self::Span(span) => Self::Span(span.plus(count)),
             Self::Section(section) => Self::Section(section.plus(count)),
-        }
-    }
-
-    /// The header's word.
-    pub fn word(self, shape: Shape) -> Word {
-        match self {
-            Self::Span(span) => shape.span(span),
-            Self::Section(section) => shape.section(section),
         }
     }
 }

@@ -18,8 +18,7 @@
 
 use std::ops::Range;
 
-use super::block::{Block, Layer, Order, SECTION, SectionIndex, SpanIndex};
-use super::header::{CHUNKS, SPANS};
+use super::block::{Block, CHUNKS, Layer, Order, Place, SECTION, SPANS, SectionIndex, SpanIndex};
 pub use crate::blocks::Shape;
 use crate::index::{ChunkIndex, EntryId, IndexRange, index_type};
 
@@ -32,6 +31,16 @@ impl Word {
     /// Offset in bytes.
     pub const fn offset(self) -> usize {
         8 * self.as_usize()
+    }
+}
+
+impl Place {
+    /// The header's word.
+    pub fn word(self, shape: Shape) -> Word {
+        match self {
+            Self::Span(span) => shape.span(span),
+            Self::Section(section) => shape.section(section),
+        }
     }
 }
 

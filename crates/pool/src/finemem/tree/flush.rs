@@ -23,8 +23,8 @@
 //! changes: for a chunk not changed for longer, a new log would be taken for an old one, and lost.
 
 use super::{Seen, Tree, Verbs};
-use crate::finemem::block::{ChunkOffset, Layer, Place, SpanOffset};
-use crate::finemem::header::{Header, Record, SPANS, Spread, User};
+use crate::finemem::block::{ChunkOffset, Layer, Place, SPANS, SpanOffset};
+use crate::finemem::header::{Header, Record, Spread, User};
 use crate::finemem::log::FullLog;
 use crate::index::ChunkIndex;
 

@@ -52,8 +52,8 @@ use parking_lot::Mutex;
 use cache::Cache;
 use start::StartPosition;
 
-use super::block::{Place, SectionIndex, SpanIndex};
-use super::header::{Header, SPANS, Spread, User};
+use super::block::{Place, SPANS, SectionIndex, SpanIndex};
+use super::header::{Header, Spread, User};
 use super::layout::{Shape, Word};
 use crate::index::IndexRange;
 

@@ -10,7 +10,8 @@ use crate::remote::token::{self, Greeting, Nonce, Nonces, Side};
 use crate::remote::{ConnectionSecret, Route, Start};
 use crate::scheme::{ClientId, ConnectReply, ConnectRequest, GroupId, Lane, QpSet};
 use crate::service::client_limits::cost;
-use crate::service::connection::{Connection, ConnectionId, DeferredOp, Ends, PoolSession, Role};
+use crate::service::connection::{Connection, DeferredOp, Ends, PoolSession, Role};
+use crate::service::connection_limits::ConnectionId;
 use crate::service::connection_limits::Holder;
 
 /// Pieces of shared memory of a compute node in addition to those of its queues.

@@ -10,8 +10,8 @@ use std::convert::Infallible;
 
 use super::allocate::{COLLISION_FAILURES, RELOCATIONS_MAX};
 use super::*;
-use crate::finemem::block::{Block, Order, SPAN_ORDER, SpanOffset};
-use crate::finemem::header::{CHUNKS, Record, Spread};
+use crate::finemem::block::{Block, CHUNKS, Order, SPAN_ORDER, SpanOffset};
+use crate::finemem::header::{Record, Spread};
 use crate::index::ChunkIndex;
 use world::{Memory, run};
 
