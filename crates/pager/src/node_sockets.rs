@@ -1,12 +1,14 @@
-//! Access to the sockets of memory nodes for a forked child that has changed its user.
+//! Access to the sockets of memory nodes, and to userfaultfd, for a forked child that has changed
+//! its user.
 //!
 //! A server that root starts drops root's rights in its workers (nginx, Apache, php-fpm). Such a
 //! worker needs a connection of its own once it needs memory of its own. It may no longer have
 //! permission to enter the directory of the private memory node's socket, and after chroot(2) the
-//! path does not exist. So a pager opens the sockets with `O_PATH` at the start, and forked
-//! children inherit the descriptors.
+//! path does not exist. Nor may it open the userfaultfd device, which it needs at once where the
+//! kernel does not report forks. So a pager opens the sockets with `O_PATH`, and the device, at the
+//! start, and forked children inherit the descriptors.
 
-use std::ffi::CString;
+use std::ffi::{CString, OsStr};
 use std::fs::OpenOptions;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, RawFd};
@@ -16,15 +18,16 @@ use std::path::{Path, PathBuf};
 
 use pool::Address;
 
-use crate::descriptor;
+use crate::{descriptor, uffd};
 
-/// Descriptors of the sockets of memory nodes and NICs, in the program's descriptor table.
+/// Descriptors of the sockets of memory nodes and NICs, and of the userfaultfd device, in the
+/// program's descriptor table.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Sockets(Vec<(PathBuf, RawFd)>);
 
 impl Sockets {
-    /// Opens the sockets that `pool` names. A socket that cannot be opened is left out, because the
-    /// later attempt to connect reports the error.
+    /// Opens the sockets that `pool` names, and the device. A path that cannot be opened is left
+    /// out, because the later attempt to use it reports the error.
     pub fn open(pool: &str) -> Self {
         let mut sockets = Vec::new();
         for mut address in Address::list(pool).unwrap_or_default() {
@@ -34,6 +37,13 @@ impl Sockets {
                 // The descriptor stays open until the process ends.
                 sockets.push((path.clone(), ManuallyDrop::new(opened).as_raw_fd()));
             }
+        }
+        let device = Path::new(OsStr::from_bytes(uffd::DEVICE_PATH.to_bytes()));
+        let opened = OpenOptions::new().read(true).write(true).open(device);
+        if let Ok(opened) = opened.and_then(|file| descriptor::move_high(file.as_raw_fd())) {
+            let kept = ManuallyDrop::new(opened).as_raw_fd();
+            uffd::keep_device(kept);
+            sockets.push((device.to_path_buf(), kept));
         }
         Self(sockets)
     }

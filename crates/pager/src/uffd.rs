@@ -7,8 +7,10 @@
 //! The ioctls name memory by address. The caller owns the ranges that it passes; functions that
 //! change the memory mapped there are therefore `unsafe`.
 
+use std::ffi::CStr;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicI32, Ordering};
 
 use crate::Error;
 
@@ -345,6 +347,18 @@ fn ioctl<T>(fd: RawFd, number: u64, argument: &mut T) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
+/// The device that the calling process opened with [`keep_device`], or -1.
+static DEVICE: AtomicI32 = AtomicI32::new(-1);
+
+/// Path of the device that makes userfaultfds.
+pub const DEVICE_PATH: &CStr = c"/dev/userfaultfd";
+
+/// Lets later calls of [`Uffd::open`], in forked children too, use this descriptor of
+/// [`DEVICE_PATH`]. A child that has changed its user may no longer open the device.
+pub fn keep_device(device: RawFd) {
+    DEVICE.store(device, Ordering::Release);
+}
+
 fn open_descriptor() -> Result<OwnedFd, Error> {
     // SAFETY: a plain system call; this function owns the returned descriptor.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC) } as i32;
@@ -353,7 +367,13 @@ fn open_descriptor() -> Result<OwnedFd, Error> {
         return Ok(unsafe { OwnedFd::from_raw_fd(fd) });
     }
     let refused = io::Error::last_os_error();
-    let (path, flags) = (c"/dev/userfaultfd".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
+    let kept = DEVICE.load(Ordering::Acquire);
+    if kept >= 0
+        && let Ok(fd) = new_from_device(kept)
+    {
+        return Ok(fd);
+    }
+    let (path, flags) = (DEVICE_PATH.as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
     // Without libc: a forked child calls this before libc has finished its own fork handling.
     // SAFETY: the path is a C string; this function owns the returned descriptor.
     let device = unsafe { libc::syscall(libc::SYS_openat, libc::AT_FDCWD, path, flags) } as i32;
@@ -362,10 +382,16 @@ fn open_descriptor() -> Result<OwnedFd, Error> {
     }
     // SAFETY: just opened.
     let device = unsafe { OwnedFd::from_raw_fd(device) };
+    new_from_device(device.as_raw_fd())
+        .map_err(|device| Error::Userfaultfd { syscall: refused, device })
+}
+
+/// Makes a userfaultfd of the calling process with an open device.
+fn new_from_device(device: RawFd) -> io::Result<OwnedFd> {
     // SAFETY: USERFAULTFD_IOC_NEW takes the flags by value and returns a descriptor.
-    let fd = unsafe { libc::ioctl(device.as_raw_fd(), IOCTL_NEW as libc::Ioctl, libc::O_CLOEXEC) };
+    let fd = unsafe { libc::ioctl(device, IOCTL_NEW as libc::Ioctl, libc::O_CLOEXEC) };
     if fd < 0 {
-        return Err(Error::Userfaultfd { syscall: refused, device: io::Error::last_os_error() });
+        return Err(io::Error::last_os_error());
     }
     // SAFETY: just created.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })

@@ -1,7 +1,7 @@
 //! The memory pool: memory nodes donate RAM, compute nodes allocate it in chunks and reach it with
 //! one-sided operations.
 //!
-//! Crate [`scheme`] defines the interface of an allocation scheme on both sides, and crate [`schemes`]
+//! Crate [`scheme`] defines the interface of an allocation scheme on both sides; crate [`schemes`]
 //! has the schemes. All code is written against the verbs; [`edge`] alone chooses the NIC.
 //!
 //! ```
@@ -15,6 +15,22 @@
 //! assert_eq!(&out, b"hello");
 //! assert_eq!(pool.fetch_and_add_blocking(&grant, 0, 1)?, 0);
 //! pool.free_blocking(grant)?;
+//! # Ok::<(), pool::Error>(())
+//! ```
+//!
+//! A [`Grant`] is the right to use a chunk:
+//!
+//! ```
+//! # let settings = pool::Settings { donate_bytes: 8 << 20, ..pool::Settings::default() };
+//! # let pool = pool::Pool::embedded(settings)?;
+//! let grant = pool.allocate_blocking()?;
+//! assert_eq!(grant.len, pool.chunk_bytes());
+//! assert_eq!(grant.keys().len(), usize::from(pool.lanes()));
+//!
+//! // After the free, the keys of every copy are dead.
+//! pool.free_blocking(grant)?;
+//! let refused = pool.write_blocking(&grant, 0, b"late");
+//! assert!(matches!(refused, Err(pool::Error::Access { .. })));
 //! # Ok::<(), pool::Error>(())
 //! ```
 

@@ -1,5 +1,6 @@
-//! Metrics of a memory node: the declarations of the numbers in [`Status`] and [`Trouble`]. Those of
-//! the scheme's part lie beside it.
+//! Metrics of a memory node: the declarations of the numbers in [`Status`] and [`Trouble`].
+//!
+//! The declarations of the scheme's numbers lie beside its part of the status.
 //!
 //! The fields have names of their own in JSON. The counters of the NIC travel by their full names
 //! in [`Status::nic_counters`], so that a counter that the NIC declares needs no field here.

@@ -2,8 +2,8 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
 
+use verbs::completion::WhenIdle;
 use verbs::{PeerAddress, Qpn};
 
 use crate::Error;
@@ -12,9 +12,6 @@ use crate::grant::Grant;
 use crate::ids::GroupId;
 use crate::request_queue::ManagementQp;
 use crate::status::Counter;
-
-/// Callback that a compute node runs while an answer is overdue: see [`ClientScheme::when_idle`].
-pub type WhenIdle = Arc<dyn Fn() + Send + Sync>;
 
 /// Operations on the chunks of a scheme.
 pub enum Access<'a> {

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-/// A type that is declared with [`index_type`].
+/// A type that is declared with `index_type!`.
 pub trait Index: Copy + Ord {
     /// The index with this number.
     fn from_raw(number: u32) -> Self;

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use verbs::completion::WhenIdle;
 use verbs::completion::{Completer, Pending};
 use verbs::{
     Access, Completion, CompletionQueue, CqAttr, Error as VerbsError, Nic, Op, PeerAddress, QpAttr,
@@ -16,7 +17,6 @@ use verbs::{
 };
 
 use crate::Error;
-use crate::WhenIdle;
 use crate::credits::{Credits, Take};
 
 /// An access QP that also carries requests, with the completer of its completions.

@@ -23,6 +23,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use verbs::completion::WhenIdle;
 use verbs::executor::block_on;
 use verbs::{Access, MemoryRegion, Nic};
 
@@ -41,9 +42,7 @@ use self::inner::Inner;
 use crate::protocol::{NodeHello, Status};
 use crate::{DefaultNic, Error, Scheme};
 use scheme::registry::{ClientParts, ClientRegistry};
-use scheme::{
-    CasStats, ConnectRequest, ConnectionEpoch, Grant, GroupId, QPS_MAX, WhenIdle, bulletin,
-};
+use scheme::{CasStats, ConnectRequest, ConnectionEpoch, Grant, GroupId, QPS_MAX, bulletin};
 use units::cpus::cores;
 
 /// Options of a compute node's connection.
@@ -306,7 +305,7 @@ impl<N: Nic> Pool<N> {
 
     /// Allocates at least `bytes` for the current core's group, like [`Pool::allocate`]; the grant
     /// has the actual length. Schemes with sizes
-    /// ([`Scheme::has_sizes`](crate::Scheme::has_sizes)) have blocks of a power of two of
+    /// ([`Scheme::has_sizes`](crate::info::SchemeInfo::has_sizes)) have blocks of a power of two of
     /// chunks, up to the pool's size and 2 GiB. Other schemes return an error if `bytes` exceeds a
     /// chunk.
     pub async fn allocate_bytes(&self, bytes: u64) -> Result<Grant, Error> {

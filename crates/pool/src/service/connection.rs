@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use rustix::net::SendFlags;
 
 use super::client_limits::PeerIdentity;
-use super::connection_limits::{Holder, User};
+use super::connection_limits::{ConnectionId, Holder, User};
 use crate::Error;
 use crate::nic::NicSession;
 use crate::protocol::{self, Numbered, Reply};
@@ -19,10 +19,6 @@ use crate::remote::route::{RoceEnd, roce_end};
 use crate::remote::token::Nonces;
 use crate::socket::{self, Packet, Peer, PeerSocket};
 use scheme::ClientId;
-
-/// Number of a connection, unique while the service runs.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct ConnectionId(pub u64);
 
 /// A connection to the control socket or from another host.
 pub struct Connection {

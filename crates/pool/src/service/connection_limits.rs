@@ -13,8 +13,11 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use super::client_limits::PeerIdentity;
-use super::connection::ConnectionId;
 use scheme::ClientId;
+
+/// Number of a connection, unique while the service runs.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct ConnectionId(pub u64);
 
 /// Additional connections, beyond two per compute node, for processes that only send control
 /// requests.

@@ -8,7 +8,8 @@ use std::time::Duration;
 use units::TokenBucket;
 
 use super::client_limits::PeerIdentity;
-use super::connection::{Connection, ConnectionId, Role};
+use super::connection::{Connection, Role};
+use super::connection_limits::ConnectionId;
 use crate::Error;
 
 /// Lines that may follow each other at once.

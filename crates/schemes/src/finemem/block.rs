@@ -10,8 +10,6 @@ use std::ops::Range;
 use scheme::index::IndexRange;
 use scheme::index_type;
 
-use super::header::{CHUNK_ORDER_MAX, CHUNKS, PARTS_ORDER_MAX, SPAN_ORDER_MAX, SPANS};
-use super::layout::{Shape, Word};
 use crate::blocks::ChunkIndex;
 pub use crate::blocks::{BLOCK_BYTES_MAX, Block, CHUNK_ORDER, ORDERS, Order};
 
@@ -35,6 +33,16 @@ index_type! {
     SpanOffset
 }
 
+/// Chunks of a span.
+pub const CHUNKS: u32 = 32;
+/// Spans of a section.
+pub const SPANS: u32 = 16;
+/// Order of the largest block of chunks within a span: half a span.
+pub const CHUNK_ORDER_MAX: u32 = 4;
+/// Order of the largest block of spans: a section, as the logarithm of its spans.
+pub const SPAN_ORDER_MAX: u32 = 4;
+/// Maximum sections of a block, as a logarithm.
+pub const PARTS_ORDER_MAX: u32 = 14;
 /// Chunks of a section.
 pub const SECTION: u32 = CHUNKS * SPANS;
 /// The order of a span.
@@ -180,14 +188,6 @@ impl Place {
         match self {
             Self::Span(span) => Self::Span(span.plus(count)),
             Self::Section(section) => Self::Section(section.plus(count)),
-        }
-    }
-
-    /// The header's word.
-    pub fn word(self, shape: Shape) -> Word {
-        match self {
-            Self::Span(span) => shape.span(span),
-            Self::Section(section) => shape.section(section),
         }
     }
 }

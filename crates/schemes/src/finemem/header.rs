@@ -21,18 +21,9 @@
 //!   It distinguishes two words that would otherwise be equal with changes in between. A verb that
 //!   is delayed by exactly 128 such changes would not notice them.
 
-use super::block::{ChunkOffset, Order, SpanOffset};
-
-/// Chunks of a span.
-pub const CHUNKS: u32 = 32;
-/// Spans of a section.
-pub const SPANS: u32 = 16;
-/// Order of the largest block of chunks within a span: half a span.
-pub const CHUNK_ORDER_MAX: u32 = 4;
-/// Order of the largest block of spans: a section, as the logarithm of its spans.
-pub const SPAN_ORDER_MAX: u32 = 4;
-/// Maximum sections of a block, as a logarithm.
-pub const PARTS_ORDER_MAX: u32 = 14;
+use super::block::{
+    CHUNK_ORDER_MAX, CHUNKS, ChunkOffset, Order, PARTS_ORDER_MAX, SPAN_ORDER_MAX, SPANS, SpanOffset,
+};
 
 /// A field of the word: its lowest bit, and its number of bits.
 #[derive(Clone, Copy)]

@@ -21,8 +21,7 @@ use std::ops::Range;
 use scheme::index::{EntryId, IndexRange};
 use scheme::index_type;
 
-use super::block::{Block, Layer, Order, SECTION, SectionIndex, SpanIndex};
-use super::header::{CHUNKS, SPANS};
+use super::block::{Block, CHUNKS, Layer, Order, Place, SECTION, SPANS, SectionIndex, SpanIndex};
 use crate::blocks::ChunkIndex;
 pub use crate::blocks::Shape;
 
@@ -35,6 +34,16 @@ impl Word {
     /// Offset in bytes.
     pub const fn offset(self) -> usize {
         8 * self.as_usize()
+    }
+}
+
+impl Place {
+    /// The header's word.
+    pub fn word(self, shape: Shape) -> Word {
+        match self {
+            Self::Span(span) => shape.span(span),
+            Self::Section(section) => shape.section(section),
+        }
     }
 }
 

@@ -20,8 +20,8 @@
 
 use verbs::Key;
 
-use super::block::{Block, Layer, Order, SECTION_ORDER, SPAN_ORDER};
-use super::header::{PARTS_ORDER_MAX, Record, Timestamp, User};
+use super::block::{Block, Layer, Order, PARTS_ORDER_MAX, SECTION_ORDER, SPAN_ORDER};
+use super::header::{Record, Timestamp, User};
 use crate::blocks::ChunkIndex;
 
 /// The full log of a chunk: the last change of the block that begins there.

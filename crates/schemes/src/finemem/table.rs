@@ -1,7 +1,7 @@
 //! The initial metadata.
 
-use super::block::SpanOffset;
-use super::header::{CHUNKS, Header, Spread};
+use super::block::{CHUNKS, SpanOffset};
+use super::header::{Header, Spread};
 use super::layout::{Shape, Word};
 
 /// Sets the nonzero words of an empty tree: chunks beyond the end of the pool, and their spans, are

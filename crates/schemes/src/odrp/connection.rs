@@ -46,7 +46,7 @@ pub enum Stage {
 }
 
 impl<N: DirectNic> Connection<N> {
-    /// The queues in the order of [`ConnectReply::management`].
+    /// The queues in the order of [`ConnectReply::management`](crate::ConnectReply::management).
     pub fn queues(&self) -> [&ChainQueues<N>; 2] {
         [&self.reads, &self.writes]
     }

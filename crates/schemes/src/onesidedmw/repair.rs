@@ -2,7 +2,7 @@
 //!
 //! - A refused free stops its worker before anything is changed. The CPU answers that request with
 //!   REFUSED and the requests after it with AGAIN, and rewrites the chain. A client with many
-//!   refused frees is rate-limited ([`NodeSettings::paced`](scheme::NodeSettings::paced)); no other client
+//!   refused frees is rate-limited ([`paced`](scheme::NodeSettings::paced)); no other client
 //!   waits.
 //! - A worker that stopped elsewhere holds resources. No client can cause this; if it happens, the
 //!   CPU returns the resources and closes the client's management connection.

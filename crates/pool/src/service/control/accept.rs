@@ -10,7 +10,8 @@ use rustix::io::Errno;
 use super::{Control, LISTENER, REMOTE_LISTENER, system};
 use crate::Error;
 use crate::service::client_limits::PeerIdentity;
-use crate::service::connection::{Connection, ConnectionId};
+use crate::service::connection::Connection;
+use crate::service::connection_limits::ConnectionId;
 use crate::service::connection_limits::{self, UnprovedDecision};
 use crate::socket::Peer;
 

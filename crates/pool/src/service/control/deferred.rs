@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use super::{AWAITS_MAX, Control, refused};
 use crate::Error;
 use crate::protocol::Reply;
-use crate::service::connection::{Connection, ConnectionId, Deferred, DeferredOp, MemoryWait};
+use crate::service::connection::{Connection, Deferred, DeferredOp, MemoryWait};
+use crate::service::connection_limits::ConnectionId;
 
 /// Maximum time for which a request for memory waits.
 const AWAIT_MAX: Duration = Duration::from_secs(3600);

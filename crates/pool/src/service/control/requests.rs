@@ -9,7 +9,8 @@ use crate::protocol::{self, Admission, NodeHello, Opening, Reply, Request, VERSI
 use crate::remote::token::{self, Greeting, Nonce, Nonces, Side};
 use crate::remote::{ConnectionSecret, Route, Start};
 use crate::service::client_limits::cost;
-use crate::service::connection::{Connection, ConnectionId, DeferredOp, Ends, PoolSession, Role};
+use crate::service::connection::{Connection, DeferredOp, Ends, PoolSession, Role};
+use crate::service::connection_limits::ConnectionId;
 use crate::service::connection_limits::Holder;
 use scheme::{ClientId, ConnectReply, ConnectRequest, GroupId, Lane, QpSet};
 

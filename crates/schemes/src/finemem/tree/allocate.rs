@@ -14,9 +14,11 @@ use scheme::index::IndexRange;
 
 use super::flush::{has_taken, pending};
 use super::{BATCH, CONTENDED_BELOW, CONTENDED_FROM, Seen, Tree, Verbs};
-use crate::finemem::block::{Block, Layer, Order, Place, SPAN_ORDER, SectionIndex, SpanIndex};
+use crate::finemem::block::{
+    Block, Layer, Order, Place, SPAN_ORDER, SPANS, SectionIndex, SpanIndex,
+};
 use crate::finemem::header::{
-    Header, Record, SPANS, Spread, Timestamp, chunk_mask, find_chunks, find_spans, span_mask,
+    Header, Record, Spread, Timestamp, chunk_mask, find_chunks, find_spans, span_mask,
 };
 use crate::finemem::layout::Word;
 use crate::finemem::log::Capability;

@@ -24,8 +24,8 @@
 
 use super::{Seen, Tree, Verbs};
 use crate::blocks::ChunkIndex;
-use crate::finemem::block::{ChunkOffset, Layer, Place, SpanOffset};
-use crate::finemem::header::{Header, Record, SPANS, Spread, User};
+use crate::finemem::block::{ChunkOffset, Layer, Place, SPANS, SpanOffset};
+use crate::finemem::header::{Header, Record, Spread, User};
 use crate::finemem::log::FullLog;
 
 /// True if the last change of a header was an allocation.

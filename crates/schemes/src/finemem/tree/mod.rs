@@ -53,8 +53,8 @@ use scheme::index::IndexRange;
 use cache::Cache;
 use start::StartPosition;
 
-use super::block::{Place, SectionIndex, SpanIndex};
-use super::header::{Header, SPANS, Spread, User};
+use super::block::{Place, SPANS, SectionIndex, SpanIndex};
+use super::header::{Header, Spread, User};
 use super::layout::{Shape, Word};
 
 /// CAS failures of one allocation at which a span becomes contended (FineMem §4.1).

@@ -9,12 +9,10 @@ use super::flush::pending;
 use super::{BATCH, Tree, Verbs};
 use crate::blocks::ChunkIndex;
 use crate::finemem::block::{
-    Block, ChunkOffset, Layer, Order, Place, SPAN_ORDER, SectionIndex, SpanIndex, SpanOffset,
+    Block, CHUNK_ORDER_MAX, CHUNKS, ChunkOffset, Layer, Order, Place, SPAN_ORDER, SPAN_ORDER_MAX,
+    SPANS, SectionIndex, SpanIndex, SpanOffset,
 };
-use crate::finemem::header::{
-    CHUNK_ORDER_MAX, CHUNKS, Header, Record, SPAN_ORDER_MAX, SPANS, Spread, User, chunk_mask,
-    span_mask,
-};
+use crate::finemem::header::{Header, Record, Spread, User, chunk_mask, span_mask};
 use crate::finemem::log::FullLog;
 
 impl Tree {

@@ -7,8 +7,9 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use crate::finemem::block::SPANS;
 use crate::finemem::block::SpanOffset;
-use crate::finemem::header::{SPANS, User};
+use crate::finemem::header::User;
 
 /// Start position of the next search (see the module documentation).
 pub(super) struct StartPosition {

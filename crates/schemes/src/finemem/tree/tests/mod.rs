@@ -11,8 +11,8 @@ use std::convert::Infallible;
 use super::allocate::{COLLISION_FAILURES, RELOCATIONS_MAX};
 use super::*;
 use crate::blocks::ChunkIndex;
-use crate::finemem::block::{Block, Order, SPAN_ORDER, SpanOffset};
-use crate::finemem::header::{CHUNKS, Record, Spread};
+use crate::finemem::block::{Block, CHUNKS, Order, SPAN_ORDER, SpanOffset};
+use crate::finemem::header::{Record, Spread};
 use world::{Memory, run};
 
 const SMALL: Shape = Shape { chunks: 32, chunk_bytes: 4096 };
