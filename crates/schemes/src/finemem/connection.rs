@@ -27,7 +27,7 @@ const REQUEST_BYTES: usize = 8;
 const BLOCKS: u32 = 16;
 
 /// A client.
-pub(super) struct Peer<N: Nic> {
+pub(super) struct Connection<N: Nic> {
     pub user: User,
     /// The QP through which the client reads and changes the metadata.
     pub management: PeerQp<N>,
@@ -65,7 +65,7 @@ pub(super) enum Leaving {
 }
 
 /// Resources that the QPs of all clients use.
-pub(super) struct PeerResources<'a, N: Nic> {
+pub(super) struct ConnectionResources<'a, N: Nic> {
     pub nic: &'a N,
     /// The functions that serve accesses.
     pub functions: &'a [Function<N>],
@@ -80,10 +80,10 @@ pub(super) struct PeerResources<'a, N: Nic> {
     pub guarded: bool,
 }
 
-impl<N: Nic> Peer<N> {
+impl<N: Nic> Connection<N> {
     /// Creates a client's QPs, and gives its management QP access to the metadata.
     pub fn new(
-        common: &PeerResources<'_, N>,
+        common: &ConnectionResources<'_, N>,
         user: User,
         request: &ConnectRequest,
     ) -> Result<Self, Error> {
@@ -164,7 +164,7 @@ impl<N: Nic> Peer<N> {
     }
 }
 
-impl<N: Nic> ClientEntry for Peer<N> {
+impl<N: Nic> ClientEntry for Connection<N> {
     type Nic = N;
 
     fn access(&self) -> &AccessQps<N> {
@@ -191,7 +191,7 @@ impl<N: Nic> ClientEntry for Peer<N> {
 /// Binds the window over the metadata to the management QP only. An application that guesses the
 /// window's key has no QP to use it on (FineMem §4.3 uses a trusted service for this).
 fn grant_metadata_access<N: Nic>(
-    common: &PeerResources<'_, N>,
+    common: &ConnectionResources<'_, N>,
     (management, sent): (&N::Qp, &N::Cq),
     key: &mut Key,
 ) -> Result<(), Error> {

@@ -162,3 +162,6 @@ fn find(name: &str) -> Result<Scheme, Error> {
 pub fn has_tree(scheme: Scheme) -> bool {
     matches!(scheme, FINEMEM | FINEMEM_PAPER)
 }
+
+#[cfg(test)]
+mod tests;

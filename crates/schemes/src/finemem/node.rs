@@ -14,7 +14,7 @@ use verbs::{Access, CqAttr, DmaMemory, MemoryRegion, Nic, QueuePair};
 
 use super::allocation_view::{AllocationView, ClientsByUser};
 use super::block::{CHUNK_ORDER, SectionIndex};
-use super::connection::{Leaving, Peer, PeerResources};
+use super::connection::{Connection, ConnectionResources, Leaving};
 use super::function::{self, Function};
 use super::header::User;
 use super::keys::Keys;
@@ -44,7 +44,7 @@ pub struct Node<N: Nic> {
     /// Receives the scan requests of clients.
     pub(super) requests: N::Cq,
     events: Arc<CqEvents<N>>,
-    pub(super) peers: ClientTable<Peer<N>>,
+    pub(super) peers: ClientTable<Connection<N>>,
     names: ClientsByUser,
     /// The user number assigned last.
     last_user: u16,
@@ -159,7 +159,7 @@ impl<N: Nic> NodeScheme for Node<N> {
         let expected = Requirements { settings, management: 1, lanes: qps, leaving: 0 };
         self.peers.check(client, request, &expected)?;
         let user = self.new_user()?;
-        let common = PeerResources {
+        let common = ConnectionResources {
             nic: &self.nic,
             functions: self.keys.functions(),
             lanes,
@@ -168,7 +168,7 @@ impl<N: Nic> NodeScheme for Node<N> {
             requests: &self.requests,
             guarded: super::keys::are_guarded(&self.nic, self.settings.scheme),
         };
-        let peer = Peer::new(&common, user, request)?;
+        let peer = Connection::new(&common, user, request)?;
         let management = vec![peer.management.qp.qpn().raw()];
         let metadata = Some(Metadata {
             addr: self.metadata.memory().addr(),
@@ -368,5 +368,3 @@ impl<N: Nic> Node<N> {
         Ok(any)
     }
 }
-#[cfg(test)]
-mod tests;

@@ -48,6 +48,7 @@ pub mod client;
 mod connection;
 pub mod node;
 pub mod read_chain;
+mod reclaim;
 pub mod table;
 #[cfg(test)]
 mod tests;

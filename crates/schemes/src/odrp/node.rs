@@ -13,22 +13,20 @@ use scheme::{
 };
 use verbs::direct::{DirectNic, DirectQp};
 use verbs::{
-    Access, Completion, CompletionQueue, CqAttr, Cqn, DmaMemory, MemoryRegion, QpAttr, QpChange,
-    Qpn, QueuePair, Receive, ReceiveAttr, Remote, Status,
+    Access, CompletionQueue, CqAttr, Cqn, DmaMemory, MemoryRegion, QpAttr, QpChange, Qpn,
+    QueuePair, Receive, ReceiveAttr, Remote,
 };
 
 use super::chain::{self, Reads, Tables};
-use super::connection::{Connection, Stage, break_peer};
+use super::connection::{Connection, Stage};
 use super::{read_chain, table};
 use crate::chain::availability::{AvailabilityNotifier, BULLETIN_BLOCKS};
 use crate::chain::layout::{Memory, Shape};
 use crate::chain::program::Wrap;
 use crate::chain::push_queue::{self, PushRecord};
 use crate::chain::queues::{COUNT, ChainQueues, QueueParams, SharedResources};
-use crate::chain::reclaimer::{Reclaimer, Task, Urgency, WAITING};
+use crate::chain::reclaimer::Reclaimer;
 
-/// Rows of a table that one call scans.
-const SCAN: u64 = 1 << 13;
 /// Maximum number of WQEs that a stopping worker flushes, per instance.
 const FLUSHED: u32 = 32;
 
@@ -44,28 +42,28 @@ pub(super) fn faults_max(settings: &NodeSettings) -> u32 {
 
 /// The scheme's memory-node side on the NIC `N`.
 pub struct Node<N: DirectNic> {
-    nic: N,
-    settings: NodeSettings,
-    memory: Memory<N>,
-    steps: N::Mr,
-    data: N::Pd,
-    metadata: N::Pd,
+    pub(super) nic: N,
+    pub(super) settings: NodeSettings,
+    pub(super) memory: Memory<N>,
+    pub(super) steps: N::Mr,
+    pub(super) data: N::Pd,
+    pub(super) metadata: N::Pd,
     /// Receives the completions of stopped workers and of the reclaimer's batches; wakes the CPU.
-    faults: N::Cq,
-    events: Arc<CqEvents<N>>,
+    pub(super) faults: N::Cq,
+    pub(super) events: Arc<CqEvents<N>>,
     /// Counts pushes; not polled.
-    pushes: N::Cq,
+    pub(super) pushes: N::Cq,
     /// Receives the errors of loopback peers; not polled.
-    sink: N::Cq,
-    push_queue: N::Srq,
-    push_record: N::Mr,
-    reclaimer: Reclaimer<N>,
-    notice: AvailabilityNotifier<N>,
+    pub(super) sink: N::Cq,
+    pub(super) push_queue: N::Srq,
+    pub(super) push_record: N::Mr,
+    pub(super) reclaimer: Reclaimer<N>,
+    pub(super) notice: AvailabilityNotifier<N>,
     pub(super) clients: ClientTable<Connection<N>>,
-    workers: HashMap<Qpn, ClientId>,
-    refused: u64,
-    frees: u64,
-    pushes_seen: u32,
+    pub(super) workers: HashMap<Qpn, ClientId>,
+    pub(super) refused: u64,
+    pub(super) frees: u64,
+    pub(super) pushes_seen: u32,
 }
 
 impl<N: DirectNic> Node<N> {
@@ -135,7 +133,7 @@ impl<N: DirectNic> Node<N> {
         self.memory.shape.chunks as u64
     }
 
-    fn push(&self) -> PushRecord {
+    pub(super) fn push(&self) -> PushRecord {
         let wrap = if self.memory.shape.slots() <= 1 << 15 { Wrap::Bits16 } else { Wrap::Bits32 };
         PushRecord { record: self.push_record.remote(0), wrap }
     }
@@ -249,110 +247,6 @@ impl<N: DirectNic> Node<N> {
         }
         c.stage = Stage::Open;
         Ok(())
-    }
-
-    /// Drains the fault CQ: completed batches of the reclaimer, and workers that stopped. Returns
-    /// true if it processed any.
-    fn poll_faults(&mut self) -> Result<bool, Error> {
-        let mut any = false;
-        let mut some = [Completion::EMPTY; 16];
-        loop {
-            let n = self.faults.poll(&mut some);
-            if n == 0 {
-                return Ok(any);
-            }
-            for c in &some[..n] {
-                if c.qpn == self.reclaimer.qpn() {
-                    self.reclaimer.completed(c)?;
-                    any = true;
-                } else if c.status != Status::Success {
-                    any |= self.record_stop(c)?;
-                }
-            }
-        }
-    }
-
-    /// Handles the first error completion of a worker, whose client sent an invalid page number.
-    /// Closes the client's connection.
-    fn record_stop(&mut self, fault: &Completion) -> Result<bool, Error> {
-        let client = self.workers.get(&fault.qpn);
-        let Some(c) = client.and_then(|client| self.clients.get_mut(client)) else {
-            return Ok(false);
-        };
-        let d = match c.reads.worker.qpn() == fault.qpn {
-            true => &mut c.reads,
-            false => &mut c.writes,
-        };
-        if d.stopped.is_some() {
-            return Ok(false);
-        }
-        d.stopped = Some(fault.id as u16);
-        if c.stage == Stage::Open {
-            c.close()?;
-            c.stage = Stage::Closing;
-            c.notify = true;
-            self.refused += 1;
-        }
-        Ok(true)
-    }
-
-    /// Advances the connections that are being closed or reclaimed. Returns true if any advanced.
-    fn advance_reclamation(&mut self) -> Result<bool, Error> {
-        let mut any = false;
-        let mut retired = Vec::new();
-        for (&client, c) in self.clients.iter_mut() {
-            any |= match c.stage {
-                Stage::Open | Stage::Closed => false,
-                Stage::Closing | Stage::Settling if !c.is_at_rest(&self.nic)? => false,
-                Stage::Closing => {
-                    let page = c.stop(&self.memory, self.settings.credits)?;
-                    self.reclaimer.take(page.map(Task::Release), Urgency::Now);
-                    c.stage = Stage::Closed;
-                    if std::mem::take(&mut c.notify) {
-                        c.queues().into_iter().try_for_each(break_peer)?;
-                    }
-                    true
-                }
-                Stage::Settling => {
-                    let page = c.stop(&self.memory, self.settings.credits)?;
-                    self.reclaimer.take(page.map(Task::Release), Urgency::InTurn);
-                    c.stage = Stage::Scanning(0);
-                    true
-                }
-                // The completion of a batch triggers the next call.
-                Stage::Scanning(_) if self.reclaimer.waiting() >= WAITING => false,
-                Stage::Scanning(from) => {
-                    let numbers = self.memory.shape.chunks as u64;
-                    let to = numbers.min(from + SCAN);
-                    let rows = c.rows.memory();
-                    let mapped = |n| table::page_of(&self.memory, rows, n);
-                    for page in (from..to).filter_map(mapped) {
-                        self.reclaimer.add(Task::Release(page), Urgency::InTurn);
-                    }
-                    c.stage = match to == numbers {
-                        true => Stage::Releasing(self.reclaimer.ticket()),
-                        false => Stage::Scanning(to),
-                    };
-                    true
-                }
-                Stage::Releasing(ticket) => {
-                    let done = self.reclaimer.is_done(ticket);
-                    if done {
-                        retired.push(client);
-                    }
-                    done
-                }
-            };
-        }
-        for client in retired {
-            if let Some(c) = self.clients.remove(&client) {
-                for d in c.queues() {
-                    self.workers.remove(&d.worker.qpn());
-                }
-            }
-        }
-        let push = self.push();
-        Ok(self.reclaimer.post(&self.memory, push)? || any)
     }
 
     /// Broadcasts whether memory is available, if that changed.

@@ -9,7 +9,7 @@ use verbs::{Access, MemoryRegion, Nic};
 
 use super::blocks::Blocks;
 use super::{Ask, Outcome, REPLY_BYTES, Reply, Request};
-use crate::finemem::block::CHUNK_ORDER;
+use crate::blocks::CHUNK_ORDER;
 
 /// The client of the schemes by RPC on a NIC of type `N`.
 pub struct Client<N: Nic> {

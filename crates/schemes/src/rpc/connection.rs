@@ -20,7 +20,7 @@ const BULLETIN: u64 = NO_GRANT - 1;
 const BULLETINS: u32 = 2;
 
 /// A compute node, as the memory node sees it.
-pub struct Peer<N: Nic> {
+pub struct Connection<N: Nic> {
     /// PD of its QPs.
     pub pd: N::Pd,
     /// The QP for its requests, and for replies and bulletins to it.
@@ -51,7 +51,7 @@ pub struct Peer<N: Nic> {
     pub leaving: Option<Vec<EntryId>>,
 }
 
-impl<N: Nic> Peer<N> {
+impl<N: Nic> Connection<N> {
     /// Connects the management QP, for the first time or again, and posts its receives.
     pub fn connect_management(&mut self, credits: u32) -> Result<(), Error> {
         // Replies that are unconfirmed by now were not delivered.
@@ -151,7 +151,7 @@ impl<N: Nic> Peer<N> {
     }
 }
 
-impl<N: Nic> ClientEntry for Peer<N> {
+impl<N: Nic> ClientEntry for Connection<N> {
     type Nic = N;
 
     fn access(&self) -> &AccessQps<N> {

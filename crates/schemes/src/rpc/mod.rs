@@ -89,7 +89,7 @@ use scheme::registry::{self, ClientFamily, ClientParts, NodeFamily};
 use scheme::{CHUNKS_MAX, ClientScheme, Error, MAX_GROUP, NodeScheme, NodeSettings};
 use verbs::{Key, Nic};
 
-use crate::finemem::block::Order;
+use crate::blocks::Order;
 
 /// Size of a request in bytes.
 const REQUEST_BYTES: usize = 16;

@@ -16,7 +16,7 @@ use verbs::{
 };
 
 use super::blocks::Blocks;
-use super::connection::Peer;
+use super::connection::Connection;
 use super::regions::Regions;
 use super::table::{Protection, Table};
 use super::view::AllocationView;
@@ -82,7 +82,7 @@ impl<N: Nic> Node<N> {
     }
 
     /// State of the core that serves a compute node.
-    fn state_of(&self, client: ClientId) -> MutexGuard<'_, State<N>> {
+    pub(super) fn state_of(&self, client: ClientId) -> MutexGuard<'_, State<N>> {
         self.shared.cores[self.core_of(client)].state.lock()
     }
 
@@ -101,7 +101,11 @@ impl<N: Nic> Node<N> {
         Ok(least.expect("there is a core").0)
     }
 
-    fn make_peer(&self, state: &State<N>, request: &ConnectRequest) -> Result<Peer<N>, Error> {
+    fn make_peer(
+        &self,
+        state: &State<N>,
+        request: &ConnectRequest,
+    ) -> Result<Connection<N>, Error> {
         let settings = &self.shared.settings;
         let (nic, credits) = (&self.shared.nic, settings.credits);
         let pd = match self.shared.opening.is_region() {
@@ -132,7 +136,7 @@ impl<N: Nic> Node<N> {
             };
             Ok(nic.create_qp(&pd, attr)?)
         })?;
-        let mut peer = Peer {
+        let mut peer = Connection {
             management: PeerQp { qp: management, peer: request.peer(request.management[0]) },
             epoch: 0,
             replies,
@@ -291,6 +295,3 @@ impl<N: Nic> CpuEvents for AllCores<N> {
         self.0.cores.iter().for_each(|core| core.events.wake());
     }
 }
-
-#[cfg(test)]
-mod tests;

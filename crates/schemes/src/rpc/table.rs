@@ -23,7 +23,7 @@ use super::regions::Regions;
 use super::windows::{Type1, Type2};
 use super::{Outcome, Reply};
 use crate::blocks::ChunkIndex;
-use crate::finemem::block::Order;
+use crate::blocks::Order;
 
 /// Allocation state of a chunk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -353,7 +353,7 @@ impl<N: Nic> Table<N> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::finemem::block::CHUNK_ORDER;
+    use crate::blocks::CHUNK_ORDER;
     use crate::rpc::regions::Regions;
     use rnic::nic::SoftNic;
 

@@ -11,8 +11,9 @@ use verbs::{
 use proptest::prelude::*;
 
 use super::*;
-use crate::finemem::block::CHUNK_ORDER;
+use crate::blocks::CHUNK_ORDER;
 
+mod node;
 mod openings;
 mod reconnect;
 

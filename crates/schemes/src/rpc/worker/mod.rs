@@ -6,6 +6,7 @@
 
 mod background;
 mod binds;
+mod reclaim;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -23,10 +24,10 @@ use verbs::{
 use self::binds::WindowOp;
 use super::Opening;
 use super::blocks::Blocks;
-use super::connection::Peer;
+use super::connection::Connection;
 use super::table::{Protection, Table};
 use super::{Ask, Outcome, REQUEST_BYTES, Reply, Request};
-use crate::finemem::block::Order;
+use crate::blocks::Order;
 
 /// Maximum number of requests that one poll answers.
 const BATCH: usize = 64;
@@ -65,7 +66,7 @@ pub(super) struct State<N: Nic> {
     pub binds: N::Cq,
     /// QP to which binds of type-1 windows are posted.
     binder: Option<N::Qp>,
-    pub peers: ClientTable<Peer<N>>,
+    pub peers: ClientTable<Connection<N>>,
     pub by_management: HashMap<Qpn, ClientId>,
     /// Compute nodes that may have too few chunks set aside.
     short: VecDeque<ClientId>,

@@ -1,17 +1,12 @@
 //! Tests of the required NIC capabilities, and of the initial state of re-established QPs.
 
 use rnic::nic::SoftNic;
-use scheme::Scheme;
 use scheme::info::Need;
 use scheme::route::{RoceEnd, Route};
+use scheme::{QpSet, Start};
 use verbs::{Caps, PathMtu, Psn, Qpn};
 
-use super::super::REPLY_BYTES;
 use super::*;
-
-fn settings(scheme: Scheme) -> NodeSettings {
-    NodeSettings::new(scheme, 4, 4096)
-}
 
 #[test]
 fn missing_nic_capability_is_named() {
@@ -38,7 +33,7 @@ fn missing_nic_capability_is_named() {
 #[test]
 fn reestablished_remote_qp_uses_the_latest_start() {
     let nic = SoftNic::inline();
-    let settings = settings(crate::RPC_MW_2);
+    let settings = NodeSettings::new(crate::RPC_MW_2, 4, 4096);
     let mut node = Node::new(&nic, &settings).unwrap();
     let pd = nic.alloc_pd().unwrap();
     let cq = nic.create_cq(CqAttr { entries: 16, ignore_overrun: false }).unwrap();

@@ -2,11 +2,14 @@
 
 use rnic::nic::SoftNic;
 use scheme::route::{RoceEnd, Route};
+use scheme::{ClientId, ConnectRequest, GroupId, Lane, QpSet, Start};
 use verbs::{
-    Caps, Completion, CompletionQueue, Key, Op, PathMtu, Psn, QpAttr, QpChange, Qpn, Receive,
-    Remote, Status, WorkRequest,
+    Access, Caps, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, Op, PathMtu, Psn, QpAttr,
+    QpChange, Qpn, QueuePair, Receive, Remote, Status, WorkRequest,
 };
 
+use super::block::CHUNK_ORDER;
+use super::header::User;
 use super::*;
 use crate::finemem::tree::Tree;
 use crate::finemem::words;
