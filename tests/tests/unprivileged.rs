@@ -218,7 +218,7 @@ fn process_family_of_a_user_keeps_its_page_contents() {
     same_paged(&scratch, 8, &format!("{{ {command}; echo whole; }} | sort"));
 }
 
-/// A child that cannot page its memory ends before it accesses any of it.
+/// A child opens a userfaultfd with the device that its parent keeps open.
 #[test]
 fn child_pages_although_the_device_became_inaccessible() {
     let Some(scratch) = scratch_for("child_pages_although_the_device_became_inaccessible") else {
