@@ -405,6 +405,28 @@ mod tests {
     }
 
     #[test]
+    fn messages_of_a_scheme_have_their_fields_beside_the_others() {
+        let settings = Settings { credits: 8, ..Settings::default() }.node().unwrap();
+        let terms = scheme::options::terms(&serde_json::json!({ "budget_chunks": 9 }));
+        let hello = Reply::Welcome(NodeHello::of(&settings, 1, 7, terms));
+        let expected = serde_json::json!({
+            "id": 0, "reply": "welcome", "version": 3, "scheme": "onesidedmw", "control": "event",
+            "chunk_bytes": 1 << 20, "chunks": 256, "group_size": 3, "functions": 1, "credits": 8,
+            "groups_max": 64, "incarnation": 7, "budget_chunks": 9, "separation": true,
+            "contention_control": true, "authenticated": false,
+        });
+        let message = Numbered { id: 0, body: hello };
+        assert_eq!(serde_json::to_value(&message).unwrap(), expected);
+        round_trip(message);
+        let roce = Some(RoceEnd { port: 4791, mtu: verbs::PathMtu::Mtu1024 });
+        let body = Request::Admit(Admission { roce, ..Admission::default() });
+        let admission = serde_json::to_value(&Numbered { id: 1, body }).unwrap();
+        let names: Vec<_> = admission.as_object().unwrap().keys().map(String::as_str).collect();
+        let fields = ["bulletin_addr", "bulletin_rkey", "groups", "id", "management", "request"];
+        assert_eq!(names, [&fields[..], &["roce"]].concat());
+    }
+
+    #[test]
     fn decode_error_names_the_unknown_request() {
         let unknown = br#"{"id":9,"request":"reboot"}"#;
         let e = decode::<Numbered<Request>>("reading", unknown).unwrap_err().to_string();

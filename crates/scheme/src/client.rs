@@ -23,7 +23,7 @@ pub enum Access<'a> {
 
 /// Access by whole pages.
 ///
-/// These futures must be polled to completion; [`crate::Pool`] ensures this when a caller drops one
+/// These futures must be polled to completion; the pool ensures this when a caller drops one
 /// early.
 pub trait PageAccess: Send + Sync {
     /// Bytes of a page.
@@ -109,7 +109,8 @@ pub trait ClientScheme: Send + Sync {
         Vec::new()
     }
 
-    /// Numbers of the management QPs that are not access QPs, for [`ConnectRequest::management`].
+    /// Numbers of the management QPs that are not access QPs, for
+    /// [`ConnectRequest::management`](crate::ConnectRequest::management).
     fn management(&self) -> Vec<Qpn> {
         let mut qpns = Vec::new();
         self.each_queue(&mut |queue| {
@@ -121,8 +122,9 @@ pub trait ClientScheme: Send + Sync {
     }
 
     /// True if a management QP is in the error state. Requests are then refused until the QPs are
-    /// re-established: [`ClientScheme::reset`], [`NodeScheme::reset_management`] on the other side,
-    /// then [`ClientScheme::connect`].
+    /// re-established: [`ClientScheme::reset`], then
+    /// [`reset_management`](crate::NodeScheme::reset_management) on the other side, then
+    /// [`ClientScheme::connect`].
     fn is_broken(&self) -> bool {
         let mut broken = false;
         self.each_queue(&mut |queue| broken |= queue.is_broken());

@@ -305,7 +305,7 @@ impl<N: Nic> Pool<N> {
 
     /// Allocates at least `bytes` for the current core's group, like [`Pool::allocate`]; the grant
     /// has the actual length. Schemes with sizes
-    /// ([`Scheme::has_sizes`](crate::info::SchemeInfo::has_sizes)) have blocks of a power of two of
+    /// ([`SchemeInfo::has_sizes`](scheme::SchemeInfo::has_sizes)) have blocks of a power of two of
     /// chunks, up to the pool's size and 2 GiB. Other schemes return an error if `bytes` exceeds a
     /// chunk.
     pub async fn allocate_bytes(&self, bytes: u64) -> Result<Grant, Error> {
