@@ -4,9 +4,12 @@
 //! A server that root starts drops root's rights in its workers (nginx, Apache, php-fpm). Such a
 //! worker needs a connection of its own once it needs memory of its own. It may no longer have
 //! permission to enter the directory of the private memory node's socket, and after chroot(2) the
-//! path does not exist. Nor may it open the userfaultfd device, which it needs at once where the
-//! kernel does not report forks. So a pager opens the sockets with `O_PATH`, and the device, at the
-//! start, and forked children inherit the descriptors.
+//! path does not exist. So a pager opens the sockets with `O_PATH` at the start, and forked
+//! children inherit the descriptors.
+//!
+//! Where the kernel does not report forks, such a worker also needs the userfaultfd device, which
+//! it may no longer open. There a pager of root keeps the device open too. A pager of any other
+//! user does not: its children open the device by their own rights, which may have been withdrawn.
 
 use std::ffi::{CString, OsStr};
 use std::fs::OpenOptions;
@@ -26,9 +29,10 @@ use crate::{descriptor, uffd};
 pub(crate) struct Sockets(Vec<(PathBuf, RawFd)>);
 
 impl Sockets {
-    /// Opens the sockets that `pool` names, and the device. A path that cannot be opened is left
-    /// out, because the later attempt to use it reports the error.
-    pub fn open(pool: &str) -> Self {
+    /// Opens the sockets that `pool` names, and the device if forked children open userfaultfds
+    /// (`children_open`) and the process is root's. A path that cannot be opened is left out,
+    /// because the later attempt to use it reports the error.
+    pub fn open(pool: &str, children_open: bool) -> Self {
         let mut sockets = Vec::new();
         for mut address in Address::list(pool).unwrap_or_default() {
             let Some(path) = socket_of(&mut address) else { continue };
@@ -38,12 +42,15 @@ impl Sockets {
                 sockets.push((path.clone(), ManuallyDrop::new(opened).as_raw_fd()));
             }
         }
-        let device = Path::new(OsStr::from_bytes(uffd::DEVICE_PATH.to_bytes()));
-        let opened = OpenOptions::new().read(true).write(true).open(device);
-        if let Ok(opened) = opened.and_then(|file| descriptor::move_high(file.as_raw_fd())) {
-            let kept = ManuallyDrop::new(opened).as_raw_fd();
-            uffd::keep_device(kept);
-            sockets.push((device.to_path_buf(), kept));
+        // SAFETY: a plain system call.
+        if children_open && unsafe { libc::geteuid() } == 0 {
+            let device = Path::new(OsStr::from_bytes(uffd::DEVICE_PATH.to_bytes()));
+            let opened = OpenOptions::new().read(true).write(true).open(device);
+            if let Ok(opened) = opened.and_then(|file| descriptor::move_high(file.as_raw_fd())) {
+                let kept = ManuallyDrop::new(opened).as_raw_fd();
+                uffd::keep_device(kept);
+                sockets.push((device.to_path_buf(), kept));
+            }
         }
         Self(sockets)
     }

@@ -178,7 +178,7 @@ impl Pager {
                 .map_err(system("register the region with userfaultfd"))?;
         }
         let (space, unreadable) = (region.space(), RangeSet::default());
-        let sockets = Sockets::open(&config.pool);
+        let sockets = Sockets::open(&config.pool, !fork_events);
         let parts =
             PagerParts { uffd, fork_events, region, space, unreadable, inheritance: None, sockets };
         Self::assemble(config, transport, parts)
