@@ -19,10 +19,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use llfree::{Alloc, Classing, FrameId, Init, LLFree, MetaData};
-use pool::finemem::header::User;
-use pool::finemem::layout::{Block, Shape, Word};
-use pool::finemem::tree::{Tree, Verbs};
-use pool::{Pool, schemes, Settings};
+use pool::{Pool, Settings};
+use schemes::finemem::header::User;
+use schemes::finemem::layout::{Block, Shape, Word};
+use schemes::finemem::tree::{Tree, Verbs};
 
 const CHUNK: u64 = 4096;
 

@@ -6,15 +6,16 @@
 
 use std::sync::Arc;
 
-use pool::client_table::{AccessQps, Admission, ClientTable, PeerQp, SimpleClient};
-use pool::info::{AccessKind, Allocator, Isolation, ReleaseTime, Scheme, SchemeInfo, Sizes};
-use pool::registry::{ClientFamily, ClientParts, Family, NodeFamily};
-use pool::remote::Start;
-use pool::request_queue::{ManagementQp, RequestQueue, RequestQueueAttr};
-use pool::scheme::{Answer, ClientScheme, Cpu, GroupId, Lane, NodeScheme, QpSet};
-use pool::wakeup::CqEvents;
-use pool::{ClientId, ConnectReply, ConnectRequest, Error, Grant, NodeStatus, Settings};
-use pool::{EmbeddedNode, Options, Pool, schemes};
+use pool::{EmbeddedNode, Options, Pool, Settings};
+use scheme::client_table::{AccessQps, ClientTable, PeerQp, Requirements, SimpleClient};
+use scheme::info::{AccessKind, Allocator, Isolation, ReleaseTime, Sizes};
+use scheme::registry::{ClientFamily, ClientParts, Family, NodeFamily};
+use scheme::request_queue::{ManagementQp, RequestQueue, RequestQueueAttr};
+use scheme::wakeup::CqEvents;
+use scheme::{
+    Answer, ClientId, ClientScheme, ConnectReply, ConnectRequest, Cpu, Error, Grant, GroupId, Lane,
+    NodeScheme, NodeSettings, NodeStatus, QpSet, Scheme, SchemeInfo, Start,
+};
 use verbs::{
     Access, Completion, CompletionKind, CompletionQueue, CqAttr, Key, MemoryRegion, Nic, Op,
     QpAttr, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Status, WorkRequest,
@@ -46,7 +47,7 @@ impl Family for Bump {
 }
 
 impl<N: Nic> NodeFamily<N> for Bump {
-    fn node(&self, nic: &N, settings: &Settings) -> Result<Box<dyn NodeScheme>, Error> {
+    fn node(&self, nic: &N, settings: &NodeSettings) -> Result<Box<dyn NodeScheme>, Error> {
         Ok(Box::new(Node::new(nic, settings)?))
     }
 }
@@ -66,7 +67,7 @@ const ANSWER: usize = 16;
 
 struct Node<N: Nic> {
     nic: N,
-    settings: Settings,
+    settings: NodeSettings,
     pd: N::Pd,
     memory: N::Mr,
     requests: N::Cq,
@@ -90,10 +91,9 @@ fn connect<N: Nic>(peer: &Peer<N>, credits: u32) -> Result<(), Error> {
 }
 
 impl<N: Nic> Node<N> {
-    fn new(nic: &N, settings: &Settings) -> Result<Self, Error> {
-        settings.validate()?;
+    fn new(nic: &N, settings: &NodeSettings) -> Result<Self, Error> {
         let pd = nic.alloc_pd()?;
-        let memory = nic.alloc_dma((settings.chunks() * settings.chunk_bytes) as usize)?;
+        let memory = nic.alloc_dma((settings.chunks * settings.chunk_bytes) as usize)?;
         let memory = nic.reg_mr(&pd, &memory, Access::LOCAL_WRITE | Access::REMOTE_ALL)?;
         let entries = 4 * settings.clients_max * settings.credits + CqEvents::<N>::MARGIN;
         let requests = nic.create_cq(CqAttr { entries, ignore_overrun: false })?;
@@ -104,7 +104,7 @@ impl<N: Nic> Node<N> {
     }
 
     fn qp(&self, receive: Receive<'_, N>, access: Access) -> Result<N::Qp, Error> {
-        let (send_cq, send_blocks) = (&self.requests, Settings::CREDITS_MAX);
+        let (send_cq, send_blocks) = (&self.requests, 2 * self.settings.credits);
         let attr = QpAttr { send_cq, recv_cq: send_cq, send_blocks, receive, access };
         Ok(self.nic.create_qp(&self.pd, attr)?)
     }
@@ -112,7 +112,7 @@ impl<N: Nic> Node<N> {
     /// Executes a request. Returns the entry of the answer.
     fn execute(&mut self, client: ClientId, entry: u32) -> u32 {
         if entry == NONE {
-            let all = self.settings.chunks() as usize;
+            let all = self.settings.chunks as usize;
             let fresh = (self.owners.len() < all).then_some(self.owners.len() as u32);
             let Some(entry) = self.free.pop().or(fresh) else { return NONE };
             self.owners.resize(self.owners.len().max(entry as usize + 1), None);
@@ -137,7 +137,7 @@ impl<N: Nic> Node<N> {
         let mut entry = [0; REQUEST];
         peer.own.memory().read(request.id as usize * REQUEST, &mut entry);
         let entry = self.execute(client, u32::from_be_bytes(entry));
-        let index = entry as usize % self.settings.chunks() as usize;
+        let index = entry as usize % self.settings.chunks as usize;
         let place = self.memory.remote(index * self.settings.chunk_bytes as usize);
         let mut data = [0; ANSWER];
         data[..4].copy_from_slice(&entry.to_be_bytes());
@@ -153,7 +153,7 @@ impl<N: Nic> Node<N> {
 impl<N: Nic> NodeScheme for Node<N> {
     fn admit(&mut self, client: ClientId, request: &ConnectRequest) -> Result<ConnectReply, Error> {
         let (settings, lanes) = (&self.settings, self.settings.lanes() as usize);
-        let expected = Admission { settings, management: 1, lanes, leaving: 0 };
+        let expected = Requirements { settings, management: 1, lanes, leaving: 0 };
         self.clients.check(client, request, &expected)?;
         let credits = settings.credits;
         let receives = ReceiveAttr { entries: credits, max_sges: 1 };
@@ -219,8 +219,8 @@ impl<N: Nic> NodeScheme for Node<N> {
         Ok(NodeStatus {
             scheme: BUMP.name.into(),
             chunk_bytes: self.settings.chunk_bytes,
-            chunks: self.settings.chunks(),
-            free: self.settings.chunks() - held,
+            chunks: self.settings.chunks,
+            free: self.settings.chunks - held,
             clients: self.clients.connected(),
             ..NodeStatus::default()
         })
@@ -239,7 +239,7 @@ struct Client<N: Nic> {
 
 impl<N: Nic> Client<N> {
     fn new(parts: &ClientParts<'_, N>) -> Result<Self, Error> {
-        let (credits, chunk_bytes) = (parts.hello.credits, parts.hello.chunk_bytes);
+        let (credits, chunk_bytes) = (parts.offer.credits, parts.offer.chunk_bytes);
         let attr = RequestQueueAttr::new(credits, Access::REMOTE_WRITE);
         let queue = RequestQueue::new(parts.nic, parts.pd, attr)?;
         let memory = parts.nic.alloc_dma(credits as usize * ANSWER)?;

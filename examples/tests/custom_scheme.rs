@@ -6,18 +6,13 @@ mod custom_scheme;
 use std::sync::Arc;
 
 use custom_scheme::{BUMP, Bump};
-use pool::{EmbeddedNode, Options, Pool, Settings, conformance, schemes};
+use pool::{EmbeddedNode, Options, Pool, Settings};
 use rnic::nic::SoftNic;
+use scheme::{NodeSettings, conformance};
 
 #[test]
 fn custom_scheme_conforms() {
-    let settings = Settings {
-        donate_bytes: 5 * 4096,
-        chunk_bytes: 4096,
-        scheme: BUMP,
-        clients_max: 4,
-        ..Settings::default()
-    };
+    let settings = NodeSettings { clients_max: 4, ..NodeSettings::new(BUMP, 5, 4096) };
     let (nodes, clients) = (schemes::nodes().with(&Bump), schemes::clients().with(&Bump));
     conformance::check(&SoftNic::inline(), &nodes, &clients, &settings);
 }

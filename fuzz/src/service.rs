@@ -3,7 +3,9 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use pool::protocol::{MAX_BYTES, Numbered, Opening, Reply, Request, decode, encode, id_of};
+use pool::protocol::{
+    Admission, MAX_BYTES, Numbered, Opening, Reply, Request, decode, encode, id_of,
+};
 use pool::{ConnectRequest, Endpoint, Service, Settings};
 use rnic::port::shm::{protocol, socket};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
@@ -96,13 +98,14 @@ pub(crate) fn request(input: &mut Input<'_>) -> Request {
     match input.byte() % 8 {
         0 => {
             let (groups, lanes) = (input.byte() as usize % 80, input.byte() as usize % 10);
-            Request::Admit(ConnectRequest {
+            let connect = ConnectRequest {
                 management: (0..input.byte() % 5).map(|_| input.number()).collect(),
                 groups: (0..groups).map(|_| (0..lanes).map(|_| input.number()).collect()).collect(),
                 bulletin_addr: input.number() as u64 * 8,
                 bulletin_rkey: input.number(),
                 ..ConnectRequest::default()
-            })
+            };
+            Request::Admit(Admission { connect, ..Admission::default() })
         }
         1 => Request::AwaitMemory { timeout_ms: input.number().into() },
         2 => Request::Status,

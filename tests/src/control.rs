@@ -9,7 +9,7 @@ use pool::Remote;
 use pool::protocol::{Numbered, Opening, Reply, Request};
 use pool::remote::link::Link;
 use pool::remote::token::{Greeting, Nonce, Nonces, Side, VERSION};
-use pool::remote::{ConnectionSecret, RoceEnd, Route, Start};
+use pool::remote::{ConnectionSecret, RoceEnd, Route, Start, roce_end};
 use rnic::port::shm::socket::{Packet, receive, send};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
@@ -86,7 +86,7 @@ impl Control {
         };
         let Connection::Remote(link) = &control.0 else { unreachable!("connected remotely") };
         let tcp = link.as_remote().context("a connection to another host")?;
-        let local = RoceEnd::of(link, port)?;
+        let local = roce_end(link, port)?;
         let peer = welcome.roce.context("the memory node names no RoCEv2 port")?;
         let route = Route::between(tcp.local, local, tcp.peer.ip(), peer);
         let secret = ConnectionSecret::new(token.as_ref(), &nonces, welcome.authenticated);

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use granary_tests::scene::{Programs, Scene};
-use pool::budget::BudgetStatus;
 use pool::client::control::{ControlPlane, SocketControl};
 use pool::protocol::{NodeHello, Status};
 use pool::{ConnectReply, ConnectRequest, Error, Grant, GroupId, Lane, Options, Pool};
 use rnic::nic::SoftNic;
+use scheme::BudgetStatus;
 use verbs::PeerAddress;
 
 const PROGRAMS: Programs =
@@ -191,7 +191,7 @@ impl Unaware {
     fn connect(scene: &Scene, nic: &SoftNic) -> Result<Self> {
         let control = SocketControl::connect(&scene.node.socket)?.with_session(nic.secret());
         let mut welcome = control.welcome().clone();
-        let told = welcome.terms.remove("budget_chunks");
+        let told = welcome.offer.terms.remove("budget_chunks");
         ensure!(told == Some(CHUNKS.into()), "the welcome has no chunk budget");
         Ok(Self { control, welcome })
     }

@@ -22,9 +22,9 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use pool::info::AccessKind;
-use pool::odrp::PAGE_BYTES;
 use pool::{ControlMode, Grant, Pool, Scheme, Settings, schemes};
+use scheme::info::AccessKind;
+use schemes::odrp::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 use verbs::Nic;
 

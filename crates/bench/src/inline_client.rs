@@ -3,11 +3,10 @@
 //! Every operation has completed when its call returns. The work of the memory node's CPU happens
 //! when the caller polls the node.
 
-use pool::finemem::{Client, Node};
-use pool::protocol::NodeHello;
-use pool::scheme::{ClientScheme, NodeScheme};
-use pool::{ClientId, ConnectRequest, Error, Settings};
+use pool::{ClientId, ConnectRequest, Error};
 use rnic::nic::SoftNic;
+use scheme::{ClientScheme, NodeScheme, NodeSettings, Offer};
+use schemes::finemem::{Client, Node};
 use verbs::{Access, CqAttr, Nic, QpAttr, Qpn, QueuePair, Receive};
 
 type Qp = <SoftNic as Nic>::Qp;
@@ -28,12 +27,12 @@ pub struct Connection {
 pub fn connect(
     nic: &SoftNic,
     node: &mut Node<SoftNic>,
-    settings: &Settings,
+    settings: &NodeSettings,
     number: u32,
 ) -> Result<Connection, Error> {
-    let welcome = NodeHello::of(settings, node.functions(), 1, node.terms());
+    let offer = Offer::new(settings, node.functions(), node.terms());
     let pd = nic.alloc_pd()?;
-    let client = Client::new(nic, &pd, &welcome)?;
+    let client = Client::new(nic, &pd, &offer)?;
     let cq = nic.create_cq(CqAttr { entries: 16, ignore_overrun: false })?;
     let lane = || {
         let attr = QpAttr {

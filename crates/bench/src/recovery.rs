@@ -4,10 +4,10 @@
 
 use std::time::{Duration, Instant};
 
-use pool::finemem::{Node, ReleaseTimes};
-use pool::scheme::{ClientScheme, NodeScheme};
 use pool::{Error, GroupId, Scheme, Settings, schemes};
 use rnic::nic::SoftNic;
+use scheme::{ClientScheme, NodeScheme};
+use schemes::finemem::{Node, ReleaseTimes};
 
 use crate::inline_client::{self, Connection};
 
@@ -72,7 +72,8 @@ pub fn recovery(chunks: u64, chunk_bytes: u64) -> Result<Recovery, Error> {
         chunk_bytes,
         scheme: schemes::FINEMEM,
         ..Settings::default()
-    };
+    }
+    .node()?;
     let nic = SoftNic::inline();
     let mut node = Node::new(&nic, &settings)?;
     let Connection { client, id, .. } = &inline_client::connect(&nic, &mut node, &settings, 1)?;
@@ -124,7 +125,8 @@ pub fn scan_ns_per_entry(
 ) -> Result<f64, Error> {
     const CHUNK: u64 = 4096;
     let donate_bytes = chunks * CHUNK;
-    let settings = Settings { donate_bytes, chunk_bytes: CHUNK, scheme, ..Settings::default() };
+    let settings =
+        Settings { donate_bytes, chunk_bytes: CHUNK, scheme, ..Settings::default() }.node()?;
     let nic = SoftNic::inline();
     let mut node = Node::new(&nic, &settings)?;
     let Connection { client, .. } = &inline_client::connect(&nic, &mut node, &settings, 1)?;

@@ -1,10 +1,10 @@
 //! Number of allocations until a 7-bit timestamp of FineMem's headers wraps around (FineMem §6.2,
 //! recovery capability). The result is a count and independent of any clock.
 
-use pool::finemem::Node;
-use pool::scheme::{ClientScheme, Grant, NodeScheme};
 use pool::{Error, GroupId, Scheme, Settings};
 use rnic::nic::SoftNic;
+use scheme::{ClientScheme, Grant, NodeScheme};
+use schemes::finemem::Node;
 use verbs::executor::block_on;
 
 use crate::inline_client::{self, Connection};
@@ -44,7 +44,8 @@ pub fn allocations_until_wrap(
         scheme,
         clients_max: workload.compute_nodes,
         ..Settings::default()
-    };
+    }
+    .node()?;
     let nic = SoftNic::inline();
     let mut node = Node::new(&nic, &settings)?;
     let connections = (1..=workload.compute_nodes)

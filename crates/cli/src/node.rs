@@ -10,11 +10,10 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use metrics::Samples;
-use pool::budget::{BudgetStatus, Use};
 use pool::protocol::{Dropped, Status, Trouble};
-use pool::{
-    Address, ControlMode, ControlPlane, Remote, RemoteAddress, Scheme, Settings, rpc, schemes,
-};
+use pool::{Address, ControlMode, ControlPlane, Remote, RemoteAddress, Scheme, Settings, schemes};
+use scheme::{BudgetStatus, Use};
+use schemes::rpc;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tempfile::NamedTempFile;
@@ -60,7 +59,7 @@ impl Ready {
             chunk_bytes: settings.chunk_bytes,
             chunks: settings.chunks(),
             scheme: settings.scheme.name.into(),
-            control: rpc::Options::of(settings).map(|own| own.control).unwrap_or_default(),
+            control: settings.options.parse::<rpc::Options>().unwrap_or_default().control,
             group_size: settings.group_size,
             credits: settings.credits,
         }

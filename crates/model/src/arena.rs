@@ -50,7 +50,7 @@ const ZONES: [(ZoneKind, usize, bool); 8] = [
     (ZoneKind::Table, 1 << 20, true),
 ];
 
-/// Alignment of the MW table's address (`pool::onesidedmw::layout`).
+/// Alignment of the MW table's address (`schemes::onesidedmw::layout`).
 const TABLE_ALIGN: usize = 1 << 32;
 /// DMA allocations longer than this go to the far zone.
 const SHORT: usize = 96 << 10;

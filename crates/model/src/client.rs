@@ -4,13 +4,13 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use pool::onesidedmw::Node;
-use pool::onesidedmw::layout::{reply, status};
-use pool::scheme::{ClientId, ConnectRequest, NodeScheme};
 use rnic::limits::FunctionLimits;
 use rnic::nic::{SoftCq, SoftMr, SoftNic, SoftQp};
 use rnic::port::Function;
 use rnic::port::inline::{InlineFunction, InlineNic};
+use scheme::{ClientId, ConnectRequest, NodeScheme};
+use schemes::onesidedmw::Node;
+use schemes::onesidedmw::layout::{reply, status};
 use verbs::{
     Access, Completion, CompletionKind, CompletionQueue, CqAttr, Key, MemoryRegion, Nic,
     Op as Verb, QpAttr, QpChange, QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest,

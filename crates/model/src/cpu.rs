@@ -8,8 +8,8 @@ use std::ptr;
 
 use corosensei::stack::{Stack, StackPointer};
 use corosensei::{Coroutine, CoroutineResult};
-use pool::onesidedmw::Node;
-use pool::scheme::NodeScheme;
+use scheme::NodeScheme;
+use schemes::onesidedmw::Node;
 
 use crate::arena::{self, Arena};
 use crate::nic::ModelNic;

@@ -5,7 +5,7 @@
 //!
 //! ```text
 //!  explore ── actions, act, undo ──> world ── step(qpn) ──> rnic::Engine, unchanged
-//!     │                                │  └── one verb ───> cpu: pool::onesidedmw::Node, unchanged
+//!     │                                │  └── one verb ───> cpu: onesidedmw::Node, unchanged
 //!     │ digest, undo                   └── post, crash ───> client: raw verbs, also invalid ones
 //!   arena (all bytes of a world)       spec: the changes that a step may make
 //! ```

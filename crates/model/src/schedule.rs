@@ -8,7 +8,7 @@ use std::hint::black_box;
 use std::ptr;
 
 use corosensei::Yielder;
-use pool::scheme::ClientId;
+use scheme::ClientId;
 use verbs::Cqn;
 
 /// A task of the CPU.

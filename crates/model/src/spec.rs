@@ -17,7 +17,7 @@
 //!   releaser:     pushes the entry, owes a permit, gives the permit
 //! ```
 
-use pool::onesidedmw::layout::Shape;
+use schemes::onesidedmw::layout::Shape;
 use verbs::Qpn;
 
 /// Maximum number of chunks of a world.

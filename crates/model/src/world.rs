@@ -1,7 +1,7 @@
 //! A memory node, its NIC and a few clients, small enough to explore every interleaving.
 //!
 //! The NIC is the product's engine, stepped WQE by WQE. The memory node is the product's
-//! [`pool::onesidedmw::Node`] with its own chains. Clients use raw verbs, so that they can send
+//! [`schemes::onesidedmw::Node`] with its own chains. Clients use raw verbs, so that they can send
 //! invalid requests.
 
 mod checks;
@@ -11,15 +11,15 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use pool::Settings;
-use pool::onesidedmw::Node;
-use pool::onesidedmw::layout::{Memory, status};
-use pool::scheme::NodeScheme;
 use rnic::limits::Limits;
 use rnic::nic::SoftNic;
 use rnic::port::Function;
 use rnic::port::control::{Reply, Verb as Control};
 use rnic::port::inline::{InlineFunction, InlineNic};
 use rnic::spec::QpDescription;
+use scheme::NodeScheme;
+use schemes::onesidedmw::Node;
+use schemes::onesidedmw::layout::{Memory, status};
 use verbs::{CompletionQueue, Cqn, DmaMemory, Key, MemoryRegion, Qpn, QueuePair};
 
 use crate::arena::{self, Arena};
@@ -97,7 +97,10 @@ impl World {
         let soft = SoftNic::new(Function::Inline(physical.clone()));
         let model = Points::before(soft);
         let node: &'static mut Node<ModelNic> = arena::inside_node(|| {
-            Box::leak(Box::new(Node::new(model.clone(), settings).expect("a memory node")))
+            Box::leak(Box::new(
+                Node::new(model.clone(), settings.node().expect("valid settings"))
+                    .expect("a memory node"),
+            ))
         });
         let memory = node.memory().clone();
         let faults = node.faults().clone();
@@ -137,7 +140,7 @@ impl World {
         }
         let mut windows = [[Key::default(); GROUP]; CHUNKS];
         for (i, keys) in windows[..config.chunks as usize].iter_mut().enumerate() {
-            for (key, at) in memory.window_keys(pool::index::EntryId::new(i as u32)).zip(keys) {
+            for (key, at) in memory.window_keys(scheme::index::EntryId::new(i as u32)).zip(keys) {
                 *at = key;
             }
         }

@@ -26,12 +26,12 @@ use crate::nic::{
     LocalFunction, NicHost, NicOpener, NicReport, NicSession, RemoteFunction, SessionNeeds,
 };
 use crate::protocol::Dropped;
-use crate::registry::{ClientRegistry, NodeRegistry};
 use crate::remote::Listen;
 use crate::{
     Address, EmbeddedNode, Endpoint, Error, LocalNic, MultiPool, NicService, Options, Placement,
-    Pool, Remote, Service, Settings, schemes,
+    Pool, Remote, Service, Settings,
 };
+use scheme::registry::{ClientRegistry, NodeRegistry};
 
 /// The NIC of a pool whose user does not choose one.
 pub type DefaultNic = SoftNic;

@@ -1,14 +1,14 @@
-//! Metrics of a memory node: the declarations of the numbers in [`Status`] and its parts.
+//! Metrics of a memory node: the declarations of the numbers in [`Status`] and [`Trouble`].
+//!
+//! The declarations of the scheme's numbers lie beside its part of the status.
 //!
 //! The fields have names of their own in JSON. The counters of the NIC travel by their full names
 //! in [`Status::nic_counters`], so that a counter that the NIC declares needs no field here.
 
-use metrics::{Declared, Metric, Samples, Unit, counter, declare, gauge};
-
-use crate::budget::BudgetStatus;
 use crate::edge::NIC_METRICS;
 use crate::protocol::{Status, Trouble};
-use crate::scheme::NodeStatus;
+use metrics::{Declared, Metric, Samples, Unit, counter, declare, gauge};
+use scheme::{BudgetStatus, NodeStatus};
 
 declare! {
     Status {
@@ -29,40 +29,6 @@ declare! {
             .in_unit(Unit::Nanoseconds),
         nic_wakeups: counter("nic_sleeps", "Times that the NIC thread went to sleep."),
     } except { node, nic_wqes, nic, trouble, dropped, nic_counters }
-}
-
-declare! {
-    NodeStatus {
-        chunk_bytes: gauge("pool_chunk", "Length of a chunk.").in_unit(Unit::Bytes),
-        functions: gauge(
-            "pool_functions",
-            "Functions of the NIC that contain windows; 0 in a scheme that supports only one."
-        ),
-        chunks: gauge("pool_chunks", "Chunks of the pool."),
-        free: gauge("pool_chunks_free", "Chunks that are free."),
-        clients: gauge("pool_clients", "Clients that are connected."),
-        leaving: gauge("pool_clients_leaving", "Departed clients under reclamation."),
-        allocations_nic: counter("pool_allocations_nic", "Allocations that the NIC executed."),
-        allocations_cpu: counter(
-            "pool_allocations_cpu",
-            "Allocations that the memory node's CPU executed."
-        ),
-        frees_nic: counter("pool_frees_nic", "Frees that the NIC executed."),
-        frees_cpu: counter("pool_frees_cpu", "Frees that the memory node's CPU executed."),
-        refused: counter("pool_refused", "Refused requests on management QPs."),
-    } except { scheme, budget }
-}
-
-declare! {
-    BudgetStatus {
-        requests_per_s: gauge(
-            "budget_requests",
-            "Requests per second that a client may make, if limited."
-        ),
-        chunks: gauge("budget_chunks", "Chunks that a client may hold, if limited."),
-        ended: counter("budget_suspensions", "Suspensions of clients over a budget."),
-        suspended: gauge("budget_suspended", "Clients that are suspended now."),
-    } except { interval_ms, most }
 }
 
 declare! {

@@ -20,8 +20,8 @@ use parking_lot::{Mutex, RwLock};
 use verbs::executor::block_on;
 use verbs::{Nic, Status};
 
-use crate::scheme::Grant;
 use crate::{DefaultNic, Error, Pool};
+use scheme::Grant;
 
 /// Maximum age of the cached amount of free memory.
 const FRESH: Duration = Duration::from_millis(500);

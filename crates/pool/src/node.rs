@@ -25,14 +25,14 @@ use verbs::Qpn;
 
 use crate::Error;
 use crate::cpu::ThreadClock;
-use crate::options::Terms;
 use crate::protocol::NodeHello;
 use crate::remote::Start;
-use crate::scheme::{
+use crate::settings::Settings;
+use scheme::options::Terms;
+use scheme::{
     ClientId, ConnectReply, ConnectRequest, Cpu, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
     QpSet, Worker,
 };
-use crate::settings::Settings;
 use units::cpus::cores;
 
 /// A memory node. Clones share its state.
@@ -130,7 +130,7 @@ impl MemoryNode {
     /// The first reply to a compute node.
     pub fn welcome(&self) -> NodeHello {
         let Inner { settings, functions, incarnation, terms, .. } = &*self.inner;
-        NodeHello::of(settings, *functions, *incarnation, terms.clone())
+        NodeHello::of(&settings.scheme_part(), *functions, *incarnation, terms.clone())
     }
 
     /// Admits a compute node and assigns its number. A number is reused only after all others.

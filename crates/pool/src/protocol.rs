@@ -29,11 +29,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::Error;
-use crate::options::Terms;
 use crate::remote::RoceEnd;
 use crate::remote::token::Nonce;
-use crate::scheme::{ConnectReply, ConnectRequest, NodeStatus};
 use crate::settings::Settings;
+use scheme::options::Terms;
+use scheme::{ConnectReply, ConnectRequest, NodeSettings, NodeStatus, Offer};
+use verbs::SessionSecret;
 
 /// Version of this protocol and of the layouts that compute nodes access directly in a memory node.
 pub const VERSION: u32 = 3;
@@ -76,7 +77,7 @@ pub struct Numbered<T> {
 #[non_exhaustive]
 pub enum Request {
     /// Create the peers of the listed QPs and register the sender as a compute node.
-    Admit(ConnectRequest),
+    Admit(Admission),
     /// Answer once a chunk is free, or after the timeout.
     AwaitMemory {
         /// Timeout in milliseconds.
@@ -161,35 +162,36 @@ pub enum Reply {
     },
 }
 
+/// A request to be admitted, with the parts that concern the path to the compute node's QPs.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Admission {
+    /// The scheme's part.
+    #[serde(flatten)]
+    pub connect: ConnectRequest,
+    /// Secret of the NIC session that owns these QPs. Only from a compute node on the memory node's
+    /// host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session: Option<SessionSecret>,
+    /// Port and MTU of the compute node's NIC. Only from another host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub roce: Option<RoceEnd>,
+    /// Salt from which the initial state of the QPs is derived. Only from another host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub salt: Option<Nonce>,
+}
+
 /// First reply of a memory node, sent before the compute node creates its QPs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeHello {
     /// Protocol version of the memory node.
     pub version: u32,
-    /// Name of the allocation scheme.
-    pub scheme: String,
-    /// Bytes of a chunk.
-    pub chunk_bytes: u64,
-    /// Number of chunks.
-    #[serde(default)]
-    pub chunks: u64,
-    /// Windows of a group, including the guard.
-    pub group_size: u32,
-    /// Functions of the memory node's NIC that contain windows. A group has access QPs for each
-    /// function, those of the first function first.
-    #[serde(default = "one")]
-    pub functions: u32,
-    /// Requests of each kind that a compute node may have in flight.
-    pub credits: u32,
-    /// Maximum number of QP groups of a compute node.
-    pub groups_max: u32,
+    /// The scheme's part.
+    #[serde(flatten)]
+    pub offer: Offer,
     /// Random number of this start of the memory node. Because a restart invalidates all grants, a
     /// changed number identifies stale ones.
     #[serde(default)]
     pub incarnation: u64,
-    /// Terms that the scheme tells its clients.
-    #[serde(flatten)]
-    pub terms: Terms,
     /// The limit that currently leaves no free slot for another compute node. The compute node may
     /// still send other requests.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -208,21 +210,13 @@ pub struct NodeHello {
 impl NodeHello {
     /// The reply of a memory node with these settings, whose windows are in `functions` functions
     /// of its NIC, without the fields for other hosts.
-    pub fn of(settings: &Settings, functions: u32, incarnation: u64, own: Terms) -> Self {
+    pub fn of(settings: &NodeSettings, functions: u32, incarnation: u64, own: Terms) -> Self {
         let mut terms = version_3_terms();
         terms.extend(own);
-        let s = settings;
         Self {
             version: VERSION,
-            scheme: s.scheme.name.to_owned(),
-            chunk_bytes: s.chunk_bytes,
-            chunks: s.chunks(),
-            group_size: s.group_size,
-            functions,
-            credits: s.credits,
-            groups_max: s.groups_max,
+            offer: Offer::new(settings, functions, terms),
             incarnation,
-            terms,
             full: None,
             roce: None,
             proof: None,
@@ -242,10 +236,6 @@ fn version_3_terms() -> Terms {
     .into_iter()
     .map(|(name, value)| (name.to_owned(), value))
     .collect()
-}
-
-fn one() -> u32 {
-    1
 }
 
 /// The state of a memory node. CPU times are nanoseconds since its start. The NIC thread stands for
@@ -389,7 +379,9 @@ mod tests {
             bulletin_rkey: 0x1234_5678,
             ..ConnectRequest::default()
         };
-        round_trip(Numbered { id: 1, body: Request::Admit(admission) });
+        let admission = Admission { connect: admission, ..Admission::default() };
+        let body = Request::Admit(admission);
+        round_trip(Numbered { id: 1, body });
         round_trip(Numbered { id: u64::MAX, body: Request::AwaitMemory { timeout_ms: 5 } });
         round_trip(Numbered {
             id: 2,
@@ -413,6 +405,28 @@ mod tests {
     }
 
     #[test]
+    fn messages_of_a_scheme_have_their_fields_beside_the_others() {
+        let settings = Settings { credits: 8, ..Settings::default() }.node().unwrap();
+        let terms = scheme::options::terms(&serde_json::json!({ "budget_chunks": 9 }));
+        let hello = Reply::Welcome(NodeHello::of(&settings, 1, 7, terms));
+        let expected = serde_json::json!({
+            "id": 0, "reply": "welcome", "version": 3, "scheme": "onesidedmw", "control": "event",
+            "chunk_bytes": 1 << 20, "chunks": 256, "group_size": 3, "functions": 1, "credits": 8,
+            "groups_max": 64, "incarnation": 7, "budget_chunks": 9, "separation": true,
+            "contention_control": true, "authenticated": false,
+        });
+        let message = Numbered { id: 0, body: hello };
+        assert_eq!(serde_json::to_value(&message).unwrap(), expected);
+        round_trip(message);
+        let roce = Some(RoceEnd { port: 4791, mtu: verbs::PathMtu::Mtu1024 });
+        let body = Request::Admit(Admission { roce, ..Admission::default() });
+        let admission = serde_json::to_value(&Numbered { id: 1, body }).unwrap();
+        let names: Vec<_> = admission.as_object().unwrap().keys().map(String::as_str).collect();
+        let fields = ["bulletin_addr", "bulletin_rkey", "groups", "id", "management", "request"];
+        assert_eq!(names, [&fields[..], &["roce"]].concat());
+    }
+
+    #[test]
     fn decode_error_names_the_unknown_request() {
         let unknown = br#"{"id":9,"request":"reboot"}"#;
         let e = decode::<Numbered<Request>>("reading", unknown).unwrap_err().to_string();
@@ -423,7 +437,7 @@ mod tests {
 
     #[test]
     fn the_largest_admission_fits() {
-        use crate::scheme::MAX_GROUP;
+        use scheme::MAX_GROUP;
         let group = vec![0xff_ffff; MAX_GROUP];
         let admission = ConnectRequest {
             management: vec![0xff_ffff; 2],
@@ -432,6 +446,7 @@ mod tests {
             bulletin_rkey: u32::MAX,
             ..ConnectRequest::default()
         };
+        let admission = Admission { connect: admission, ..Admission::default() };
         encode("test", &Numbered { id: u64::MAX, body: Request::Admit(admission) }).unwrap();
     }
 

@@ -2,13 +2,12 @@
 
 use std::time::Duration;
 
+use scheme::options::SchemeOptions;
+use scheme::{MAX_GROUP, NodeSettings, Scheme, require};
+use schemes::blocks::{CHUNK_ORDER, Shape};
 use serde::Serialize;
 
 use crate::Error;
-use crate::blocks::{CHUNK_ORDER, Shape};
-use crate::info::Scheme;
-use crate::options::SchemeOptions;
-use crate::scheme::MAX_GROUP;
 
 /// Settings of a memory node.
 ///
@@ -65,11 +64,30 @@ pub struct Settings {
     pub keep_resident_bytes: u64,
 }
 
+impl Default for Settings {
+    /// 256 MiB in chunks of 1 MiB, two lanes.
+    fn default() -> Self {
+        let node = NodeSettings::new(schemes::ONESIDEDMW, 256, 1 << 20);
+        Self {
+            donate_bytes: node.chunks * node.chunk_bytes,
+            chunk_bytes: node.chunk_bytes,
+            group_size: node.group_size,
+            credits: node.credits,
+            groups_max: node.groups_max,
+            clients_max: node.clients_max,
+            client_quotas: true,
+            scheme: node.scheme,
+            options: node.options,
+            silence: Duration::from_secs(10),
+            paced: node.paced,
+            nic_windows: None,
+            keep_resident_bytes: 64 << 20,
+        }
+    }
+}
+
 /// Upper bound of the management QPs of a compute node in any scheme.
 const MANAGEMENT_QPS_MAX: u32 = 16;
-
-/// Maximum number of chunks with 24-bit indices, minus one entry that schemes reserve.
-pub const CHUNKS_MAX: u64 = (1 << 24) - 1;
 
 impl Settings {
     /// Minimum chunk size.
@@ -87,6 +105,28 @@ impl Settings {
     pub fn with(mut self, name: &'static str, value: impl Serialize) -> Self {
         self.options.set(name, value);
         self
+    }
+
+    /// The settings that the scheme reads, once all settings are checked.
+    pub fn node(&self) -> Result<NodeSettings, Error> {
+        self.validate()?;
+        Ok(self.scheme_part())
+    }
+
+    /// The settings that the scheme reads.
+    pub(crate) fn scheme_part(&self) -> NodeSettings {
+        NodeSettings {
+            scheme: self.scheme,
+            options: self.options.clone(),
+            chunks: self.chunks(),
+            chunk_bytes: self.chunk_bytes,
+            kept_bytes: self.kept_bytes(),
+            group_size: self.group_size,
+            credits: self.credits,
+            groups_max: self.groups_max,
+            clients_max: self.clients_max,
+            paced: self.paced,
+        }
     }
 
     /// Number of whole chunks in the donated bytes.
@@ -191,28 +231,9 @@ impl Settings {
             self.silence.as_millis(),
             "must be 1 ms to one hour",
         )?;
-        for (name, value) in self.options.iter() {
-            require(
-                self.scheme.options.contains(&name),
-                name,
-                value,
-                format!("scheme {} does not have this setting", self.scheme),
-            )?;
-        }
-        require(self.nic_windows != Some(0), "nic_windows", 0, "must be at least 1")
+        require(self.nic_windows != Some(0), "nic_windows", 0, "must be at least 1")?;
+        schemes::check(&self.scheme_part())
     }
-}
-
-pub(crate) fn require(
-    holds: bool,
-    setting: &'static str,
-    value: impl ToString,
-    why: impl ToString,
-) -> Result<(), Error> {
-    if holds {
-        return Ok(());
-    }
-    Err(Error::Setting { setting, value: value.to_string(), why: why.to_string() })
 }
 
 #[cfg(test)]

@@ -6,9 +6,9 @@ mod common;
 use std::sync::Arc;
 
 use common::{CHUNK, check_whole};
-use pool::finemem::block::{Block, CHUNK_ORDER, Order};
-use pool::finemem::layout::Shape;
 use pool::{EmbeddedNode, Error, Grant, GroupId, Options, Pool, Scheme, Settings, schemes};
+use schemes::finemem::block::{Block, CHUNK_ORDER, Order};
+use schemes::finemem::layout::Shape;
 use verbs::Key;
 
 fn settings(chunks: u64) -> Settings {

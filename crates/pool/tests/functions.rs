@@ -7,11 +7,11 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use common::{CHUNK, check_whole, over_functions, settings};
-use pool::finemem::layout::{Functions, Shape};
 use pool::{
     Address, EmbeddedNode, Endpoint, Error, Grant, GroupId, Lane, Listen, MultiPool, Options,
     Placement, Pool, Remote, Scheme, Service, Settings, Transfer, schemes,
 };
+use schemes::finemem::layout::{Functions, Shape};
 use verbs::Key;
 
 fn by_cas() -> impl Iterator<Item = Scheme> {
@@ -30,7 +30,7 @@ fn two_groups() -> Options {
 fn blocks_of_all_sizes_are_at_their_table_addresses() {
     for scheme in by_cas() {
         let pool = Pool::embedded(of(scheme, 96)).unwrap();
-        let functions = pool.welcome().functions;
+        let functions = pool.welcome().offer.functions;
         assert!((3..=7).contains(&functions), "{scheme}: {functions}");
         let shape = Shape { chunks: 96, chunk_bytes: CHUNK };
         let (division, mut seen) = (Functions::new(shape, functions), BTreeSet::new());
@@ -92,7 +92,7 @@ fn batch_reaches_all_functions() {
 fn no_key_opens_a_block_over_another_function() {
     let node = Arc::new(EmbeddedNode::start(&of(schemes::FINEMEM, 6)).unwrap());
     let [owner, thief] = [(); 2].map(|()| Pool::embedded_in(&node, two_groups()).unwrap());
-    let functions = owner.welcome().functions as u8;
+    let functions = owner.welcome().offer.functions as u8;
     let grants: Vec<Grant> = (0..5).map(|_| owner.allocate_blocking().unwrap()).collect();
     let his = thief.allocate_blocking().unwrap();
     for grant in &grants {
@@ -149,7 +149,7 @@ fn shm_and_roce_clients_share_all_functions() {
         let (service, remote) = serve(scheme);
         let here = Pool::connect(service.path(), two_groups()).unwrap();
         let far = Pool::connect_remote(&remote, two_groups()).unwrap();
-        assert!(far.welcome().functions >= 3);
+        assert!(far.welcome().offer.functions >= 3);
         for _ in 0..4 {
             let mut held = Vec::new();
             for i in 0..12u8 {
@@ -215,7 +215,7 @@ fn windows_exceed_the_24_bit_key_index() {
     let chunks = 9 << 20;
     let settings = Settings { nic_windows: None, ..settings(schemes::FINEMEM, chunks) };
     let pool = Pool::embedded(settings).unwrap();
-    assert_eq!(pool.welcome().functions, 2);
+    assert_eq!(pool.welcome().offer.functions, 2);
     let first = pool.allocate_blocking().unwrap();
     let large = pool.allocate_bytes_blocking(CHUNK << 10).unwrap();
     assert_eq!((first.function, large.function), (0, 1));

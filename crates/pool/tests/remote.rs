@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
 use verbs::Key;
 
-use pool::budget::Budget;
 use pool::protocol::{self, Opening};
 use pool::remote::address::PORT;
 use pool::{
     Address, Endpoint, Error, Listen, Options, Pool, Remote, Scheme, Service, Settings, Token,
     schemes,
 };
+use schemes::onesidedmw::Budget;
 
 fn settings() -> Settings {
     Settings { donate_bytes: 1 << 20, chunk_bytes: 64 << 10, ..Settings::default() }

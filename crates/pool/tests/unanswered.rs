@@ -80,7 +80,8 @@ fn unanswered(open: bool) -> (Pool, Arc<AtomicU32>) {
         ..Settings::default()
     };
     let nic = SoftNic::inline();
-    let node = MemoryNode::new(schemes::nodes().node(&nic, &settings).unwrap(), settings);
+    let node =
+        MemoryNode::new(schemes::nodes().node(&nic, &settings.node().unwrap()).unwrap(), settings);
     let welcome = node.welcome();
     let asked = Arc::new(AtomicU32::new(0));
     let control = Mute { node, welcome, client: Mutex::default(), asked: asked.clone(), open };

@@ -5,8 +5,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use pool::scheme::GroupId;
 use pool::{Options, Settings, schemes};
+use scheme::GroupId;
 use sim::{Cluster, ClusterSpec, NodeId, Params, Time, fiber};
 
 /// Clients of one point of the papers' scalability figures: 6 compute nodes of 48 threads.

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use pool::scheme::{GroupId, NodeScheme};
 use pool::{Options, Settings};
 use pool::{Scheme, schemes};
+use scheme::{GroupId, NodeScheme};
 use sim::{Cluster, ClusterSpec, NodeId, Params, Time, fiber};
 
 fn finemem<'a>(
     scheme: &'a mut (dyn NodeScheme + 'static),
-) -> &'a mut pool::finemem::Node<sim::SimNic> {
+) -> &'a mut schemes::finemem::Node<sim::SimNic> {
     let any: &mut dyn std::any::Any = scheme;
     any.downcast_mut().expect("it is finemem")
 }

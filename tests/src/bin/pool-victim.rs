@@ -96,7 +96,7 @@ fn refused(pool: &Pool, freed: &Grant, keys_die_late: bool) -> Result<()> {
     let beyond = Grant::new(
         freed.addr,
         freed.len,
-        pool::index::EntryId::new(0xff_fff0),
+        scheme::index::EntryId::new(0xff_fff0),
         freed.group,
         freed.keys(),
     );

@@ -8,10 +8,10 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use pool::finemem::{Metadata, Node};
 use pool::remote::route::{Route, Start};
-use pool::scheme::NodeScheme;
 use pool::{ClientId, ConnectRequest, Settings, schemes};
+use scheme::NodeScheme;
+use schemes::finemem::{Metadata, Node};
 
 use crate::bench::{BUFFER, Bench, How, REMOTE_ACCESS, SUCCESS};
 
@@ -50,7 +50,8 @@ pub fn chunks(bench: &mut Bench, how: How) -> Result<()> {
         chunk_bytes: CHUNK_BYTES,
         group_size: 2,
         ..Settings::default()
-    };
+    }
+    .node()?;
     let mut node = Node::new(&bench.nic(how), &settings)?;
     let (management, access) = (Path(bench.take_slot()?), Path(bench.take_slot()?));
     let qpn = |bench: &mut Bench, path: &Path| bench.guest.number(&format!("qp {}", path.0));

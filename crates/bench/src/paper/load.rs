@@ -2,8 +2,8 @@
 //!
 //! The loop is the same code under virtual time and on a clock; the two differ in their [`Thread`].
 
-use pool::info::AccessKind;
 use pool::{Options, Scheme, Settings};
+use scheme::info::AccessKind;
 use serde_json::Value;
 
 use super::churn::{self, Churn};
@@ -59,9 +59,9 @@ pub struct Load {
     /// True: the threads of a compute node share one connection, each with a QP group of its own.
     /// False: each thread has a connection of its own, and so its own management QPs.
     pub shared: bool,
-    /// See [`pool::onesidedmw::Options::separation`].
+    /// See [`schemes::onesidedmw::Options::separation`].
     pub separation: bool,
-    /// See [`pool::finemem::Options::contention_control`].
+    /// See [`schemes::finemem::Options::contention_control`].
     pub contention_control: bool,
     /// Additional idle connections.
     pub idle: u32,

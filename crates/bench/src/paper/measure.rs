@@ -3,7 +3,7 @@
 use std::future::Future;
 
 use pool::Pool;
-use pool::scheme::GroupId;
+use scheme::GroupId;
 use verbs::Nic;
 
 use super::barrier::BarrierMember;

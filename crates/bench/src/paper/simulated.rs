@@ -4,8 +4,8 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use pool::scheme::GroupId;
 use pool::{Options, Pool, schemes};
+use scheme::GroupId;
 use sim::{Cluster, ClusterSpec, NodeId, Params, SimHooks, SimNic, Time, fiber};
 
 use super::barrier::{self, BarrierMember};

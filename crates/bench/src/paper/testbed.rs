@@ -4,9 +4,9 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pool::scheme::GroupId;
 use pool::{EmbeddedNode, Options, Pool, Settings};
 use rnic::nic::SoftNic;
+use scheme::GroupId;
 use verbs::executor::block_on;
 
 use super::barrier::{self, BarrierMember};

@@ -145,7 +145,7 @@ pub(super) fn run<T: Thread>(
         let bytes = CHUNK_BYTES << request.order;
         while held_bytes + bytes > HELD_BYTES {
             let Some(oldest) = held.pop_front() else { break };
-            let oldest: pool::scheme::Grant = oldest;
+            let oldest: scheme::Grant = oldest;
             held_bytes -= oldest.len;
             let start = thread.now_ns();
             thread.wait(pool.free(oldest))?;

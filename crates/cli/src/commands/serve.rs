@@ -253,7 +253,7 @@ impl Serve {
                 settings = settings.with(name, value);
             }
         }
-        schemes::check(&settings).map_err(|error| match error {
+        settings.validate().map_err(|error| match error {
             pool::Error::Setting { setting, value, why } => {
                 UsageError(format!("{}: {why}", option_of(setting, &value)), "serve").into()
             }

@@ -1,6 +1,6 @@
 //! Invariants of a world: of grants that clients receive, of the workers, and of the final state.
 
-use pool::index::EntryId;
+use scheme::index::EntryId;
 
 use super::*;
 
@@ -49,7 +49,7 @@ impl World {
         let mut view = View {
             slots: [0; SLOTS],
             head: ((m.words.memory().load_be64(0) - m.queue.memory().addr()) / 8) as u8,
-            avail: ((m.words.memory().load_be64(pool::onesidedmw::layout::AVAIL)
+            avail: ((m.words.memory().load_be64(schemes::onesidedmw::layout::AVAIL)
                 - m.steer.memory().addr())
                 / 64) as u8,
             owners: [0; CHUNKS],

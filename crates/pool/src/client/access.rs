@@ -9,7 +9,7 @@ use super::detached::Detached;
 use super::operation::{HeldMemory, Operation};
 use super::{Buffer, Inner, Pool, Transfer};
 use crate::Error;
-use crate::scheme::{Access, Grant, Lane};
+use scheme::{Access, Grant, Lane};
 
 /// The lane of synchronous operations.
 const SYNC: Lane = Lane(0);
@@ -83,7 +83,7 @@ impl<N: Nic> Pool<N> {
                 unreachable!("access is by pages")
             };
             pages.read_page(&grant, &mut page).await?;
-            inner.group(grant.group).counts.add_page(false);
+            inner.group(grant.group).counts.add_page(false, page_bytes);
             Ok::<_, Error>(page)
         };
         into.copy_from_slice(&Detached::new::<N::Cq>(read, drop).await?);
@@ -100,7 +100,7 @@ impl<N: Nic> Pool<N> {
                 unreachable!("access is by pages")
             };
             pages.write_page(&grant, &page).await?;
-            inner.group(grant.group).counts.add_page(true);
+            inner.group(grant.group).counts.add_page(true, page.len());
             Ok::<_, Error>(())
         };
         Detached::new::<N::Cq>(write, drop).await
@@ -202,7 +202,7 @@ impl<N: Nic> Inner<N> {
             None => Ok(()),
             Some(_) => Err(Error::Setting {
                 setting: "scheme",
-                value: self.welcome.scheme.clone(),
+                value: self.welcome.offer.scheme.clone(),
                 why: format!(
                     "it has no one-sided {op}; read and write whole pages with `read` and `write`"
                 ),

@@ -30,7 +30,7 @@ use verbs::{
 
 use super::control::ControlPlane;
 use crate::Error;
-use crate::scheme::{GroupId, Lane};
+use scheme::{GroupId, Lane};
 
 /// A QP group of a compute node.
 pub(super) struct Group<N: Nic> {

@@ -6,7 +6,7 @@ use super::access_qp::{AccessQpIndex, Posted, Work};
 use super::operation::HeldMemory;
 use super::{Buffer, Inner, Pool};
 use crate::Error;
-use crate::scheme::{Grant, GroupId, Lane};
+use scheme::{Grant, GroupId, Lane};
 
 /// A transfer between a chunk and a buffer.
 #[derive(Clone, Copy, Debug)]

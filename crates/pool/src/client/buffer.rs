@@ -7,7 +7,7 @@ use verbs::{Access, DmaMemory, Key, MemoryRegion, Nic, Sge};
 
 use super::Transfer;
 use crate::Error;
-use crate::scheme::ConnectionEpoch;
+use scheme::ConnectionEpoch;
 
 /// Registered memory that chunks are read into and written from without a copy.
 ///

@@ -10,8 +10,8 @@ use super::control::{ControlPlane, SocketControl, until_admitted};
 use super::{Options, Pool};
 use crate::nic::{LocalFunction, NicOpener, RemoteFunction};
 use crate::protocol::NodeHello;
-use crate::remote::RoceEnd;
-use crate::{Address, Error, Remote, schemes};
+use crate::remote::roce_end;
+use crate::{Address, Error, Remote};
 
 /// Repeats the connection of a pool, with the given options.
 pub(super) type Reconnect<N> = Arc<dyn Fn(Options) -> Result<Pool<N>, Error> + Send + Sync>;
@@ -63,7 +63,7 @@ fn connect_remote<O: NicOpener>(
         let local = local.ok_or_else(|| system(ErrorKind::NotConnected.into()))?;
         let RemoteFunction { nic: opened, port } = opener.open_remote(local, to.nic.as_ref())?;
         nic = Some(opened);
-        RoceEnd::of(link, port).map(Some).map_err(|e| system(e.into()))
+        roce_end(link, port).map(Some).map_err(|e| system(e.into()))
     })?;
     let nic = nic.expect("opened while it connected");
     let again = again(opener, Address::Roce(to.clone()));

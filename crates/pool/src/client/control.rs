@@ -9,12 +9,14 @@ use parking_lot::{Condvar, Mutex};
 use verbs::{PeerAddress, Qpn, SessionSecret};
 
 use crate::Error;
-use crate::protocol::{self, NodeHello, Numbered, Opening, Reply, Request, Status, VERSION};
+use crate::protocol::{
+    self, Admission, NodeHello, Numbered, Opening, Reply, Request, Status, VERSION,
+};
 use crate::remote::link::{CLOSED, Link};
 use crate::remote::route::{RoceEnd, Route, Start};
 use crate::remote::token::{self, Greeting, Nonce, Nonces, Side};
 use crate::remote::{ConnectionSecret, RemoteAddress, Token};
-use crate::scheme::{ConnectReply, ConnectRequest, GroupId, Lane};
+use scheme::{ConnectReply, ConnectRequest, GroupId, Lane};
 
 /// The control plane of a memory node, as a compute node uses it.
 pub trait ControlPlane: Send + Sync {
@@ -28,16 +30,16 @@ pub trait ControlPlane: Send + Sync {
     }
     /// Blocks until a chunk is free (true) or `timeout` has passed (false).
     fn await_memory(&self, timeout: Duration) -> Result<bool, Error>;
-    /// See [`crate::scheme::NodeScheme::reset_management`].
+    /// See [`scheme::NodeScheme::reset_management`].
     fn reset_management(&self) -> Result<Vec<PeerAddress>, Error>;
     /// True if the memory node still answers requests on the management QPs
-    /// ([`crate::scheme::NodeScheme::management_is_open`]). Never blocks: the first call sends the
+    /// ([`scheme::NodeScheme::management_is_open`]). Never blocks: the first call sends the
     /// question, and calls return `None` until the answer has arrived; the call after that sends a
     /// new question. A memory node that can always notify the compute node needs no question.
     fn management_is_open(&self) -> Option<bool> {
         Some(true)
     }
-    /// See [`crate::scheme::NodeScheme::reset_access`].
+    /// See [`scheme::NodeScheme::reset_access`].
     fn reset_access(&self, group: GroupId, lane: Lane) -> Result<PeerAddress, Error>;
     /// The state of the memory node.
     fn status(&self) -> Result<Status, Error>;
@@ -301,7 +303,7 @@ impl ControlPlane for SocketControl {
         let (salt, start) = self.draw()?;
         let (session, roce) =
             (self.session, self.remote_nic.as_ref().map(|remote_nic| remote_nic.here));
-        let admission = ConnectRequest { session, roce, salt, ..admission.clone() };
+        let admission = Admission { connect: admission.clone(), session, roce, salt };
         let _ = self.start.set(start);
         match self.ask(attempt, Request::Admit(admission), PATIENCE) {
             Ok(Reply::Admitted(admitted)) => Ok(admitted),

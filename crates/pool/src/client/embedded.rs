@@ -9,9 +9,9 @@ use verbs::{Nic, PeerAddress};
 use super::control::ControlPlane;
 use crate::node::{MemoryNode, NodeThreads};
 use crate::protocol::{NodeHello, Status};
-use crate::registry::{ClientRegistry, NodeRegistry};
-use crate::scheme::{ClientId, ConnectReply, ConnectRequest, GroupId, Lane};
 use crate::{DefaultNic, Error, Settings};
+use scheme::registry::{ClientRegistry, NodeRegistry};
+use scheme::{ClientId, ConnectReply, ConnectRequest, GroupId, Lane};
 
 /// A memory node in this process.
 pub struct EmbeddedNode<N: Nic = DefaultNic> {
@@ -32,7 +32,7 @@ impl<N: Nic> EmbeddedNode<N> {
         nodes: &NodeRegistry<N>,
         clients: ClientRegistry<N>,
     ) -> Result<Self, Error> {
-        let node = MemoryNode::new(nodes.node(&nic, settings)?, settings.clone());
+        let node = MemoryNode::new(nodes.node(&nic, &settings.node()?)?, settings.clone());
         let polls = Arc::new((Mutex::new(0), Condvar::new()));
         let turned = polls.clone();
         node.on_poll(move || {

@@ -15,8 +15,8 @@ use super::control::ControlPlane;
 use super::operation::{HeldMemory, TRIES};
 use crate::protocol::NodeHello;
 use crate::remote::route::sibling_peer;
-use crate::scheme::{ClientScheme, ConnectReply, ConnectionEpoch, Grant, GroupId};
 use crate::{Error, Scheme};
+use scheme::{ClientScheme, ConnectReply, ConnectionEpoch, Grant, GroupId};
 
 /// State that all clones of a [`Pool`](super::Pool) share.
 pub(super) struct Inner<N: Nic> {

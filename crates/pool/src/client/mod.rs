@@ -40,9 +40,9 @@ use self::detached::Detached;
 use self::embedded::LocalControl;
 use self::inner::Inner;
 use crate::protocol::{NodeHello, Status};
-use crate::registry::{ClientParts, ClientRegistry};
-use crate::scheme::{CasStats, ConnectRequest, ConnectionEpoch, Grant, GroupId, QPS_MAX, bulletin};
-use crate::{DefaultNic, Error, Scheme, schemes};
+use crate::{DefaultNic, Error, Scheme};
+use scheme::registry::{ClientParts, ClientRegistry};
+use scheme::{CasStats, ConnectRequest, ConnectionEpoch, Grant, GroupId, QPS_MAX, bulletin};
 use units::cpus::cores;
 
 /// Options of a compute node's connection.
@@ -176,20 +176,20 @@ impl<N: Nic> Pool<N> {
         let groups = checked_groups(&options, &welcome)?;
         let pd = nic.alloc_pd()?;
         let lanes = checked_lanes(&welcome)?;
-        let (info, family) = clients.known(&welcome.scheme)?;
-        let receives = family.access_receives(&welcome);
+        let (info, family) = clients.known(&welcome.offer.scheme)?;
+        let receives = family.access_receives(&welcome.offer);
         let groups = (0..groups)
             .map(|g| Group::new(&nic, &pd, GroupId(g), lanes, options.send_blocks, receives))
             .collect::<Result<Vec<_>, _>>()?;
         let first = |g: &Group<N>| (g.qps[0].qp().clone(), g.completer.clone());
         let access: Vec<_> = groups.iter().map(first).collect();
-        let parts = ClientParts { nic: &nic, pd: &pd, hello: &welcome, access: &access };
+        let parts = ClientParts { nic: &nic, pd: &pd, offer: &welcome.offer, access: &access };
         let scheme = family.client(&parts)?;
         let mut shared = false;
         scheme.each_queue(&mut |queue| shared |= queue.is_shared());
         let page_bytes = match scheme.access() {
-            crate::scheme::Access::OneSided => None,
-            crate::scheme::Access::Paged(pages) => Some(pages.page_bytes()),
+            scheme::Access::OneSided => None,
+            scheme::Access::Paged(pages) => Some(pages.page_bytes()),
         };
         let memory = nic.alloc_dma(bulletin::BYTES)?;
         let bulletin = nic.reg_mr(&pd, &memory, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
@@ -305,7 +305,7 @@ impl<N: Nic> Pool<N> {
 
     /// Allocates at least `bytes` for the current core's group, like [`Pool::allocate`]; the grant
     /// has the actual length. Schemes with sizes
-    /// ([`Scheme::has_sizes`](crate::info::SchemeInfo::has_sizes)) have blocks of a power of two of
+    /// ([`SchemeInfo::has_sizes`](scheme::SchemeInfo::has_sizes)) have blocks of a power of two of
     /// chunks, up to the pool's size and 2 GiB. Other schemes return an error if `bytes` exceeds a
     /// chunk.
     pub async fn allocate_bytes(&self, bytes: u64) -> Result<Grant, Error> {
@@ -425,8 +425,8 @@ impl<N: Nic> Pool<N> {
 
 /// Number of lanes, and of functions of the memory node's NIC that contain windows.
 fn checked_lanes(welcome: &NodeHello) -> Result<(u8, u8), Error> {
-    let lanes = welcome.group_size.saturating_sub(1).max(1);
-    let functions = welcome.functions.max(1);
+    let lanes = welcome.offer.group_size.saturating_sub(1).max(1);
+    let functions = welcome.offer.functions.max(1);
     match (u8::try_from(lanes), u8::try_from(functions)) {
         (Ok(lanes_u8), Ok(functions_u8)) if lanes * functions <= QPS_MAX => {
             Ok((lanes_u8, functions_u8))
@@ -444,7 +444,7 @@ fn checked_groups(options: &Options, welcome: &NodeHello) -> Result<u16, Error> 
         value: value.to_string(),
         why,
     };
-    let max = welcome.groups_max.min(u16::MAX as u32);
+    let max = welcome.offer.groups_max.min(u16::MAX as u32);
     let groups = match options.groups {
         Some(groups) => groups as u32,
         None => (cores() as u32).min(max),

@@ -11,7 +11,7 @@ use super::Inner;
 use super::access_qp::{AccessQpIndex, Group, Posted, Work};
 use super::buffer::{BounceBuffer, Buffer};
 use crate::Error;
-use crate::scheme::{Grant, GroupId, Lane};
+use scheme::{Grant, GroupId, Lane};
 
 /// Maximum number of times that an operation is reposted after another operation broke its QP.
 pub(super) const TRIES: u32 = 64;
@@ -142,13 +142,13 @@ impl<N: Nic> Drop for Operation<'_, N> {
 
 impl super::access_qp::Counts {
     /// Counts a page transfer.
-    pub fn add_page(&self, written: bool) {
+    pub fn add_page(&self, written: bool, page_bytes: usize) {
         let (calls, bytes) = match written {
             true => (&self.writes, &self.bytes_written),
             false => (&self.reads, &self.bytes_read),
         };
         calls.fetch_add(1, Ordering::Relaxed);
-        bytes.fetch_add(crate::odrp::PAGE_BYTES as u64, Ordering::Relaxed);
+        bytes.fetch_add(page_bytes as u64, Ordering::Relaxed);
     }
 
     /// Counts a completed operation.

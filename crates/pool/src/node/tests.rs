@@ -1,7 +1,7 @@
 //! Tests of a memory node whose NIC refuses operations.
 
 use super::*;
-use crate::options::Terms;
+use scheme::options::Terms;
 
 /// A scheme that admits every compute node; its first calls of `retire` fail.
 struct Stubborn {

@@ -32,6 +32,6 @@ pub mod token;
 
 pub use address::RemoteAddress;
 pub use listener::{Listen, RemoteListener};
-pub use route::{RoceEnd, Route, Start};
+pub use route::{RoceEnd, Route, Start, roce_end};
 pub use secret::ConnectionSecret;
 pub use token::Token;

@@ -15,10 +15,10 @@ use crate::nic::NicSession;
 use crate::protocol::{self, Numbered, Reply};
 use crate::remote::ConnectionSecret;
 use crate::remote::frames::{Inbox, Read, frame};
-use crate::remote::route::RoceEnd;
+use crate::remote::route::{RoceEnd, roce_end};
 use crate::remote::token::Nonces;
-use crate::scheme::ClientId;
 use crate::socket::{self, Packet, Peer, PeerSocket};
+use scheme::ClientId;
 
 /// A connection to the control socket or from another host.
 pub struct Connection {
@@ -142,7 +142,7 @@ impl Connection {
     pub fn remote(stream: OwnedFd, port: u16, credit: u32) -> Result<Self, Errno> {
         let local = ip_of(rustix::net::getsockname(&stream)?)?;
         let remote = ip_of(rustix::net::getpeername(&stream)?.ok_or(Errno::NOTCONN)?)?;
-        let here = RoceEnd::of(&stream, port)?;
+        let here = roce_end(&stream, port)?;
         let ends = Ends { local, remote, here };
         let socket = Socket::Remote { stream, inbox: Inbox::default(), taken: 0, ends };
         Ok(Self::new(socket, PeerIdentity::Host(remote), credit))

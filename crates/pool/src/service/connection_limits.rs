@@ -13,7 +13,7 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use super::client_limits::PeerIdentity;
-use crate::scheme::ClientId;
+use scheme::ClientId;
 
 /// Number of a connection, unique while the service runs.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]

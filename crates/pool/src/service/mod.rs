@@ -48,10 +48,10 @@ use crate::cpu::ThreadClock;
 use crate::nic::NicHost;
 use crate::node::{MemoryNode, NodeThreads, PauseGate};
 use crate::protocol::{Status, Trouble};
-use crate::registry::NodeRegistry;
 use crate::remote::{Listen, RemoteListener};
 use crate::socket::{Endpoint, Listener};
 use crate::{Error, Settings};
+use scheme::registry::NodeRegistry;
 
 /// A running memory node; dropping it stops it.
 pub struct Service {
@@ -115,7 +115,7 @@ impl Service {
         let address = remote.as_ref().map(RemoteListener::address);
         let (nic, host) = open(wire)?;
         let settings = Settings { paced: true, ..settings.clone() };
-        let node = MemoryNode::new(nodes.node(&nic, &settings)?, settings);
+        let node = MemoryNode::new(nodes.node(&nic, &settings.node()?)?, settings);
         let budget = node.status()?.budget.unwrap_or_default();
         tracing::info!(
             socket = %path.display(),

@@ -6,8 +6,8 @@ use std::task::Poll;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pool::index::EntryId;
 use pool::{Error, Grant, GroupId, Lane, Options, Pool, Transfer};
+use scheme::index::EntryId;
 use verbs::executor::block_on;
 use verbs::{Key, Status};
 

@@ -9,8 +9,8 @@ mod pages;
 mod place;
 
 use place::{How, Place};
-use pool::info::Isolation;
 use pool::schemes;
+use scheme::info::Isolation;
 
 macro_rules! run {
     ($how:expr, $place:expr, [$($check:ident),* $(,)?]) => {

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pool::protocol::{MAX_BYTES, Numbered, Reply, Request};
+use pool::protocol::{Admission, MAX_BYTES, Numbered, Reply, Request};
 use pool::{
     Budget, ConnectRequest, Endpoint, Error, GroupId, Options, Pool, Service, Settings, schemes,
 };
@@ -25,7 +25,7 @@ use self::place::{Raw, check_whole, connect, service, settings};
 fn session_limits_allow_all_groups_and_lanes() {
     let largest = Settings {
         donate_bytes: 8 * 4096,
-        group_size: pool::scheme::MAX_GROUP as u32,
+        group_size: scheme::MAX_GROUP as u32,
         groups_max: Settings::GROUPS_MAX,
         ..settings(schemes::ONESIDEDMW)
     };
@@ -105,12 +105,12 @@ fn admission_refuses_foreign_qps() {
     // accepted.
     for session in [nic.secret(), Some(SessionSecret::random().unwrap()), None] {
         for first in [0, 1, 2, 3, 17, 0xff_ffff, u32::MAX] {
-            let admission = ConnectRequest {
+            let connect = ConnectRequest {
                 management: vec![first],
                 groups: vec![vec![first.wrapping_add(1), u32::MAX]],
-                session,
                 ..ConnectRequest::default()
             };
+            let admission = Admission { connect, session, ..Admission::default() };
             let why = refusal(raw.ask(1, Request::Admit(admission)));
             assert!(why.contains("NIC session") || why.contains("session with the NIC"), "{why}");
         }
@@ -159,12 +159,12 @@ fn admission_refuses_qps_of_another_process() {
     let nic = SoftNic::attach(service.path()).unwrap();
     let raw = Raw::pool(service.path());
     for session in [nic.secret(), Some(SessionSecret::random().unwrap()), None] {
-        let admission = ConnectRequest {
+        let connect = ConnectRequest {
             management: vec![qps[0]],
             groups: vec![qps[1..].to_vec()],
-            session,
             ..ConnectRequest::default()
         };
+        let admission = Admission { connect, session, ..Admission::default() };
         match raw.ask(1, Request::Admit(admission)) {
             Reply::Error { why } => assert!(why.contains("session"), "{why}"),
             other => panic!("another process's QPs were admitted: {other:?}"),

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use pool::info::Isolation;
 use pool::{Scheme, Settings, schemes};
+use scheme::info::Isolation;
 
 /// A scheme and the settings that the seed does not determine.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -13,7 +13,7 @@ pub struct Case {
     pub name: &'static str,
     /// The scheme.
     pub scheme: Scheme,
-    /// [`pool::onesidedmw::Options::separation`].
+    /// [`schemes::onesidedmw::Options::separation`].
     pub separation: bool,
     /// Use blocks of all sizes, in larger pools.
     pub sizes: bool,
@@ -143,7 +143,7 @@ impl Case {
     /// Returns whether compute nodes allocate on a tree. The memory node's CPU then has background
     /// work that can be aborted.
     pub(super) fn has_tree(&self) -> bool {
-        pool::finemem::has_tree(self.scheme)
+        schemes::finemem::has_tree(self.scheme)
     }
 
     /// Returns whether access is by pages, whose addresses clients never learn.

@@ -7,8 +7,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use pool::finemem;
 use rnic::port::inline::InlineFunction;
+use schemes::finemem;
 
 use super::invariant::{Invariant, Violation};
 use super::node_view::{self, NodeView};

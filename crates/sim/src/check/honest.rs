@@ -9,8 +9,8 @@ use std::pin::Pin;
 use std::task::Poll;
 use std::time::Duration;
 
-use pool::scheme::{Grant, GroupId, Lane};
 use pool::{Error, Options, Pool, Transfer};
+use scheme::{Grant, GroupId, Lane};
 use verbs::Status;
 
 use super::Context;

@@ -22,8 +22,8 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use pool::finemem::block::{SECTION_ORDER, SPAN_ORDER};
 use rnic::port::inline::InlineFunction;
+use schemes::finemem::block::{SECTION_ORDER, SPAN_ORDER};
 
 use crate::cluster::{Connector, Link};
 use crate::fiber;

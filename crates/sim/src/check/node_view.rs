@@ -2,11 +2,12 @@
 
 use std::any::Any;
 
-use pool::index::{ChunkIndex, EntryId};
-use pool::odrp::table::page_of;
-use pool::onesidedmw::layout::Memory;
-use pool::scheme::{ClientId, NodeScheme};
-use pool::{finemem, odrp, onesidedmw, rpc};
+use scheme::index::EntryId;
+use scheme::{ClientId, NodeScheme};
+use schemes::blocks::ChunkIndex;
+use schemes::odrp::table::page_of;
+use schemes::onesidedmw::layout::Memory;
+use schemes::{finemem, odrp, onesidedmw, rpc};
 use verbs::{DmaMemory, MemoryRegion};
 
 use crate::nic::SimNic;
@@ -77,12 +78,12 @@ impl NodeView {
     pub fn owner(&self, chunk: u32) -> Option<Option<ClientId>> {
         let chunk = ChunkIndex::new(chunk);
         match self {
-            Self::Chains(memory) => match memory.owner(EntryId::of_chunk(chunk)) {
+            Self::Chains(memory) => match memory.owner(EntryId::from(chunk)) {
                 0 => Some(None),
                 owner => Some(Some(ClientId(owner as u32))),
             },
             Self::Pages(memory, tables) => {
-                (!tables.hidden).then(|| tables.owners(memory, EntryId::of_chunk(chunk)).next())
+                (!tables.hidden).then(|| tables.owners(memory, EntryId::from(chunk)).next())
             }
             Self::Rpc(view) => view.chunk(chunk).map(|c| c.owner),
             Self::Tree(view) => Some(view.owner(chunk)),

@@ -1,7 +1,7 @@
 //! Scenarios: a seed determines the size of the world, its clients and its faults.
 
 use pool::Settings;
-use pool::odrp::PAGE_BYTES;
+use schemes::odrp::PAGE_BYTES;
 
 use super::case::Case;
 use crate::random::Random;

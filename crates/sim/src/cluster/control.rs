@@ -6,7 +6,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use pool::client::control::ControlPlane;
 use pool::protocol::{NodeHello, Status};
-use pool::scheme::{ClientId, ConnectReply, ConnectRequest, GroupId, Lane};
+use scheme::{ClientId, ConnectReply, ConnectRequest, GroupId, Lane};
 use verbs::PeerAddress;
 
 use super::Link;

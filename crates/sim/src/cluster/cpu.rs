@@ -7,10 +7,9 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use pool::options::Terms;
 use pool::protocol::NodeHello;
-use pool::scheme::{ClientId, CpuEvents, NodeScheme, Worker};
 use pool::{Settings, schemes};
+use scheme::{ClientId, CpuEvents, NodeScheme, Worker};
 
 use crate::fiber::{self, FiberId};
 use crate::nic::{SimHooks, SimNic};
@@ -43,8 +42,7 @@ pub(super) struct NodeCpu {
     pub settings: Settings,
     /// Functions of the node's NIC that contain windows.
     pub functions: u32,
-    /// Terms that the scheme tells its clients.
-    terms: Terms,
+    welcome: NodeHello,
     events: Option<Arc<dyn CpuEvents>>,
     /// The workers until they are started.
     parts: Mutex<Vec<Box<dyn Worker>>>,
@@ -62,8 +60,10 @@ const TURN: Time = Time(50_000);
 impl NodeCpu {
     /// Creates the CPU of a memory node with this NIC.
     pub fn new(nic: &SimNic, settings: &Settings) -> Result<Self, pool::Error> {
-        let mut scheme = schemes::nodes().node(nic, settings)?;
-        let (functions, terms) = (scheme.functions(), scheme.terms());
+        let node = settings.node()?;
+        let mut scheme = schemes::nodes().node(nic, &node)?;
+        let functions = scheme.functions();
+        let welcome = NodeHello::of(&node, functions, 1, scheme.terms());
         let cpu = scheme.cpu();
         Ok(Self {
             core: Mutex::new(Core { scheme, last: 0 }),
@@ -74,7 +74,7 @@ impl NodeCpu {
             paused: AtomicBool::new(false),
             settings: settings.clone(),
             functions,
-            terms,
+            welcome,
             events: cpu.events,
             parts: Mutex::new(cpu.workers),
             hooks: nic.hooks().clone(),
@@ -102,7 +102,7 @@ impl NodeCpu {
 
     /// Returns the greeting for a connecting client.
     pub fn welcome(&self) -> NodeHello {
-        NodeHello::of(&self.settings, self.functions, 1, self.terms.clone())
+        self.welcome.clone()
     }
 
     fn run(&self, core: impl FnOnce(&Self) -> Result<(), pool::Error>) {

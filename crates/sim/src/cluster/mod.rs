@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use parking_lot::Mutex;
-use pool::scheme::{ClientId, NodeScheme};
 use pool::{Options, Pool, Settings};
 use rnic::limits::FunctionLimits;
 use rnic::port::inline::InlineFunction;
+use scheme::{ClientId, NodeScheme};
 
 pub use control::SimControl;
 use cpu::NodeCpu;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use granary_tests::control::{Control, RemoteRoute};
-use pool::protocol::{Reply, Request};
+use pool::protocol::{Admission, Reply, Request};
 use pool::remote::token::Nonce;
 use pool::remote::{Route, Start};
 use pool::{ConnectReply, ConnectRequest};
@@ -168,15 +168,18 @@ impl Compute {
             (0..lanes).map(|_| Qp::new(&nic, pd, Shape::default())).collect::<Result<Vec<_>>>()?;
         let local = nic.memory(1 << 20)?;
         let lkey = nic.register(pd, &local, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
-        let admission = ConnectRequest {
+        let connect = ConnectRequest {
             management: vec![alloc.qp.qpn.raw(), free.qp.qpn.raw()],
             groups: vec![access.iter().map(|q| q.qpn.raw()).collect()],
             bulletin_addr: local.addr(),
             bulletin_rkey: lkey.0,
+            ..ConnectRequest::default()
+        };
+        let admission = Admission {
+            connect,
             session: Some(nic.secret()),
             roce: way.map(|way| way.local),
             salt,
-            ..ConnectRequest::default()
         };
         let terms = match control.ask(Request::Admit(admission))? {
             Reply::Admitted(terms) => terms,

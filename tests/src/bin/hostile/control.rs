@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use granary_tests::control::Control;
 use pool::ConnectRequest;
-use pool::protocol::{MAX_BYTES, Reply, Request};
+use pool::protocol::{Admission, MAX_BYTES, Reply, Request};
 use rnic::port::shm::socket::send;
 use rustix::fs::SealFlags;
 use serde_json::{Value, json};
@@ -149,12 +149,12 @@ pub fn hijack(a: &Arguments) -> Result<Value> {
     let mut reasons = Vec::new();
     for session in [None, Some(own.secret()), Some(SessionSecret::random()?)] {
         let control = Control::pool(&a.socket)?;
-        let admission = ConnectRequest {
+        let connect = ConnectRequest {
             management: vec![first, second],
             groups: vec![vec![third, fourth]],
-            session,
             ..ConnectRequest::default()
         };
+        let admission = Admission { connect, session, ..Admission::default() };
         match control.ask(Request::Admit(admission))? {
             Reply::Error { why } => reasons.push(why),
             other => {

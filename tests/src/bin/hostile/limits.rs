@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use granary_tests::control::Control;
 use pool::ConnectRequest;
-use pool::protocol::{Reply, Request};
+use pool::protocol::{Admission, Reply, Request};
 use rnic::port::control::{MWS_MAX, QpVerb, ReceiveRing, ReceiveVerb, SendRing, Verb};
 use serde_json::{Value, json};
 use verbs::{Access, MwKind};
@@ -160,12 +160,12 @@ pub fn groups(a: &Arguments) -> Result<Value> {
     let mut refusals = Vec::new();
     for groups in [1, 64, 65, 1000, 2400] {
         let control = Control::pool(&a.socket)?;
-        let admission = ConnectRequest {
+        let connect = ConnectRequest {
             management: vec![qp, qp],
             groups: vec![vec![qp, qp]; groups],
-            session: Some(nic.secret()),
             ..ConnectRequest::default()
         };
+        let admission = Admission { connect, session: Some(nic.secret()), ..Admission::default() };
         match control.ask(Request::Admit(admission))? {
             Reply::Error { why } => refusals.push(why),
             other => bail!("{groups} groups of the same QPs were admitted: {other:?}"),

@@ -9,15 +9,16 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use granary_tests::control::Control;
-use pool::finemem::Metadata;
-use pool::finemem::block::{Block, Order, Place, SectionIndex, SpanIndex, SpanOffset};
-use pool::finemem::header::{Header, Spread, User};
-use pool::finemem::layout::{Shape, Word};
-use pool::finemem::log::{Capability, FullLog};
-use pool::finemem::tree::{Taken, Tree, Verbs};
-use pool::index::{ChunkIndex, IndexRange};
-use pool::protocol::{Reply, Request};
+use pool::protocol::{Admission, Reply, Request};
 use pool::{ConnectReply, ConnectRequest};
+use scheme::index::IndexRange;
+use schemes::blocks::ChunkIndex;
+use schemes::finemem::Metadata;
+use schemes::finemem::block::{Block, Order, Place, SectionIndex, SpanIndex, SpanOffset};
+use schemes::finemem::header::{Header, Spread, User};
+use schemes::finemem::layout::{Shape, Word};
+use schemes::finemem::log::{Capability, FullLog};
+use schemes::finemem::tree::{Taken, Tree, Verbs};
 use serde_json::{Value, json};
 use verbs::cqe::Syndrome;
 use verbs::wqe::{Builder, Sge};
@@ -59,14 +60,14 @@ impl Service {
         let access = access.collect::<Result<Vec<_>>>()?;
         let local = nic.memory(1 << 20)?;
         let lkey = nic.register(pd, &local, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
-        let admission = ConnectRequest {
+        let connect = ConnectRequest {
             management: vec![management.qpn.raw()],
             groups: vec![access.iter().map(|q| q.qpn.raw()).collect()],
             bulletin_addr: local.addr(),
             bulletin_rkey: lkey.0,
-            session: Some(nic.secret()),
             ..ConnectRequest::default()
         };
+        let admission = Admission { connect, session: Some(nic.secret()), ..Admission::default() };
         let terms = match control.ask(Request::Admit(admission))? {
             Reply::Admitted(terms) => terms,
             other => bail!("not admitted: {other:?}"),

@@ -5,8 +5,8 @@
 
 use std::path::PathBuf;
 
-use pool::finemem::layout::Shape;
 use pool::schemes;
+use schemes::finemem::layout::Shape;
 
 use super::microbench::{self, Microbench};
 use crate::Error;

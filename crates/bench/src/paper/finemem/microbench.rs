@@ -93,7 +93,7 @@ impl Contender {
     /// This contender under the conditions of the paper's tables with many threads, if simulated:
     /// allocations go through a service, the benchmark has think time, and an array is CASed word
     /// by word. Parameters that the paper does not state are fitted: see [`Delays::FINEMEM`] and
-    /// [`pool::finemem::Options::contention_control`].
+    /// [`schemes::finemem::Options::contention_control`].
     pub fn as_published(&self, run: &Run<'_>) -> Self {
         if !run.testbed.simulated() {
             return *self;

@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use anyhow::Context;
 use bench::alloc::{self, Contender, Outcome, SizeSupport, Total};
-use pool::{ControlMode, EmbeddedNode, Options, Pool, Scheme, Settings, rpc, schemes};
+use pool::{ControlMode, EmbeddedNode, Options, Pool, Scheme, Settings, schemes};
+use schemes::rpc;
 use units::Size;
 
 use super::BenchOutput;
@@ -248,7 +249,7 @@ impl Alloc {
         };
         round.with_context(|| {
             let scheme = settings.scheme;
-            let control = rpc::Options::of(settings).unwrap_or_default().control;
+            let control = settings.options.parse::<rpc::Options>().unwrap_or_default().control;
             let size = bytes.map_or(String::new(), |bytes| format!(" of {}", Size(bytes)));
             format!("measure {scheme}{size}, control {control}, with {clients} clients")
         })

@@ -24,8 +24,8 @@ use super::refusals::RefusalLog;
 use crate::Error;
 use crate::protocol::{self, Numbered, Request};
 use crate::remote::RemoteListener;
-use crate::scheme::ClientId;
 use crate::socket::{Listener, Packet, close_deferred};
+use scheme::ClientId;
 
 const LISTENER: u64 = 0;
 const WAKE: u64 = 1;

@@ -5,14 +5,14 @@ use verbs::Qpn;
 use super::{AWAITS_MAX, Control, protocol_error, refused};
 use crate::Error;
 use crate::nic::SessionNeeds;
-use crate::protocol::{self, NodeHello, Opening, Reply, Request, VERSION};
+use crate::protocol::{self, Admission, NodeHello, Opening, Reply, Request, VERSION};
 use crate::remote::token::{self, Greeting, Nonce, Nonces, Side};
 use crate::remote::{ConnectionSecret, Route, Start};
-use crate::scheme::{ClientId, ConnectReply, ConnectRequest, GroupId, Lane, QpSet};
 use crate::service::client_limits::cost;
 use crate::service::connection::{Connection, DeferredOp, Ends, PoolSession, Role};
 use crate::service::connection_limits::ConnectionId;
 use crate::service::connection_limits::Holder;
+use scheme::{ClientId, ConnectReply, ConnectRequest, GroupId, Lane, QpSet};
 
 /// Pieces of shared memory of a compute node in addition to those of its queues.
 const BUFFERS: usize = 256;
@@ -202,22 +202,19 @@ impl Control<'_> {
         Ok(peers.map(|peers| Reply::Management { peers }))
     }
 
-    fn admit(
-        &mut self,
-        from: ConnectionId,
-        request: &ConnectRequest,
-    ) -> Result<ConnectReply, Error> {
+    fn admit(&mut self, from: ConnectionId, admission: &Admission) -> Result<ConnectReply, Error> {
+        let request = &admission.connect;
         let full = |why| Error::Full { attempt: "admitting a compute node".into(), why };
         let holder = self.slot_holder(from).map_err(full)?;
         let connection = self.connections.get(&from);
         let connection = connection.ok_or_else(|| refused("the connection has ended"))?;
         let (nic, route) = match connection.ends() {
-            None => (Some(self.nic_of(request)?), None),
-            Some(ends) => (None, Some(route_of(&ends, request)?)),
+            None => (Some(self.nic_of(admission)?), None),
+            Some(ends) => (None, Some(route_of(&ends, admission)?)),
         };
         let session = self.connections.get_mut(&from).and_then(Connection::pool);
         let session = session.ok_or_else(|| refused("the connection has ended"))?;
-        let start = start_of(session.secret, request.salt)?.unwrap_or_default();
+        let start = start_of(session.secret, admission.salt)?.unwrap_or_default();
         if session.client.is_some() {
             return Err(refused("a compute node is admitted on this connection already"));
         }
@@ -242,8 +239,9 @@ impl Control<'_> {
     /// The NIC session that owns all listed QPs. It is identified by its secret, because otherwise
     /// a compute node could name the session of another process, which would end with this
     /// connection.
-    fn nic_of(&self, request: &ConnectRequest) -> Result<ConnectionId, Error> {
-        let secret = request.session.ok_or_else(|| {
+    fn nic_of(&self, admission: &Admission) -> Result<ConnectionId, Error> {
+        let request = &admission.connect;
+        let secret = admission.session.ok_or_else(|| {
             refused(
                 "it does not name the NIC session of its QPs; use the same release on both sides",
             )
@@ -266,8 +264,9 @@ impl Control<'_> {
 }
 
 /// Network path to the QPs of a compute node on another host.
-fn route_of(ends: &Ends, request: &ConnectRequest) -> Result<Route, Error> {
-    let there = request.roce.ok_or_else(|| refused("it does not announce the port of its NIC"))?;
+fn route_of(ends: &Ends, admission: &Admission) -> Result<Route, Error> {
+    let there =
+        admission.roce.ok_or_else(|| refused("it does not announce the port of its NIC"))?;
     if there.port == 0 {
         return Err(refused("it announces UDP port 0 for its NIC"));
     }

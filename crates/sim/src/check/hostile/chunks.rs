@@ -1,8 +1,7 @@
 //! Misuse of requests: for foreign chunks, for former chunks, and malformed requests.
 
-use pool::index::EntryId;
-use pool::onesidedmw::layout::{reply, status};
-use pool::scheme::{Grant, GroupId};
+use scheme::{Grant, GroupId};
+use schemes::onesidedmw::layout::{granted_entry, reply, status};
 use verbs::{Key, MemoryRegion, Op, Qpn, Remote};
 
 use super::{Hostile, to};
@@ -92,7 +91,7 @@ impl Hostile {
             Key(u32::from_be_bytes([index[0], index[1], index[2], tag]))
         };
         let keys: Vec<Key> = (1..=lanes).map(key).collect();
-        let entry = EntryId::of_grant(be32(reply::ENTRY));
+        let entry = granted_entry(be32(reply::ENTRY));
         let granted = b[reply::STATUS] == status::GRANTED;
         granted.then(|| Grant::new(be64(reply::CHUNK), bytes, entry, GroupId(0), &keys))
     }

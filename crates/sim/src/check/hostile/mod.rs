@@ -16,10 +16,10 @@ use std::time::Duration;
 
 use pool::Scheme;
 use pool::client::control::ControlPlane;
-use pool::odrp::PAGE_BYTES;
-use pool::scheme::{ClientScheme, ConnectReply, ConnectRequest, Grant, GroupId, Lane};
 use rnic::nic::SoftPd;
 use rnic::nic::interposed::{InterposedCq, InterposedMr, InterposedQp};
+use scheme::{ClientScheme, ConnectReply, ConnectRequest, Grant, GroupId, Lane};
+use schemes::odrp::PAGE_BYTES;
 use verbs::{
     Access, Completion, CompletionKind, CompletionQueue, CqAttr, MemoryRegion, Nic, Op, QpAttr,
     QpChange, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
@@ -117,7 +117,7 @@ impl Hostile {
         let nic = cx.nic();
         let control = cx.connector.control(&nic, cx.link.clone());
         let scheme = cx.case.scheme;
-        let functions = control.welcome().functions as usize;
+        let functions = control.welcome().offer.functions as usize;
         let pd = nic.alloc_pd().ok()?;
         let separation = cx.case.separation;
         let rights = Access::LOCAL_ALL | Access::REMOTE_READ | Access::REMOTE_WRITE;
@@ -130,7 +130,9 @@ impl Hostile {
             false => 2,
         };
         let service = match by_itself {
-            true => Some(Box::new(pool::finemem::Client::new(&nic, &pd, control.welcome()).ok()?)),
+            true => Some(Box::new(
+                schemes::finemem::Client::new(&nic, &pd, &control.welcome().offer).ok()?,
+            )),
             false => None,
         };
         let management: Vec<Side> =

@@ -8,7 +8,7 @@ use verbs::{
     QpAttr, QpState, Qpn, QueuePair, Receive, Remote, Status,
 };
 
-use pool::scheme::Grant;
+use scheme::Grant;
 
 use super::{Hostile, SCRATCH, Side, to};
 use crate::check::invariant::Invariant;

@@ -1,7 +1,7 @@
 //! Hostile clients with access by pages: requests for any page number, over both queues at once,
 //! with addresses that cannot be read or written.
 
-use pool::odrp::{PAGE_BYTES, PageOp, REPLY_BYTES, status};
+use schemes::odrp::{PAGE_BYTES, PageOp, REPLY_BYTES, status};
 use verbs::{Key, MemoryRegion, Remote};
 
 use super::{Hostile, PAGE};

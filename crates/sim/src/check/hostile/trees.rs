@@ -4,9 +4,9 @@
 //! QPs only, as in FineMem (§4.3).
 
 use pool::client::control::ControlPlane;
-use pool::finemem::Client;
-use pool::info::Isolation;
-use pool::scheme::{ClientScheme, ConnectReply, Grant, GroupId};
+use scheme::info::Isolation;
+use scheme::{ClientScheme, ConnectReply, Grant, GroupId};
+use schemes::finemem::Client;
 use verbs::{Key, MemoryRegion, Op, Qpn, Remote};
 
 use super::{Hostile, SCRATCH};
@@ -94,7 +94,7 @@ impl Hostile {
     /// Uses the metadata's key, or a key near it, on an access QP. Only the service's QP may use
     /// that key.
     fn access_metadata(&mut self) {
-        let Some(metadata) = pool::finemem::Metadata::of(&self.terms) else { return };
+        let Some(metadata) = schemes::finemem::Metadata::of(&self.terms) else { return };
         let tag = match self.random.below(2) {
             0 => 0,
             _ => self.random.below(256) as u32,

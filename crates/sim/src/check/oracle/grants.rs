@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use pool::scheme::Grant;
+use scheme::Grant;
 use verbs::Key;
 
 use super::{ClientIndex, FRESH, Holding, Named, Oracle};

@@ -17,9 +17,9 @@ mod steps;
 use std::collections::HashSet;
 use std::fmt::Write as _;
 
-use pool::finemem::layout::Shape;
-use pool::scheme::ClientId;
 use rnic::engine::Reachability;
+use scheme::ClientId;
+use schemes::finemem::layout::Shape;
 use verbs::{DmaMemory, FunctionId, Key};
 
 use super::case::Case;

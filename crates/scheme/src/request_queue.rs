@@ -1,0 +1,277 @@
+//! The queue of requests that a compute node sends over a management QP.
+//!
+//! A request is a SEND, and its answer completes a receive. Receives and SENDs are posted under one
+//! lock, and the memory node answers in order: the n-th receive completes with the n-th answer.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use verbs::completion::WhenIdle;
+use verbs::completion::{Completer, Pending};
+use verbs::{
+    Access, Completion, CompletionQueue, CqAttr, Error as VerbsError, Nic, Op, PeerAddress, QpAttr,
+    QpChange, QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Sge, Status,
+    WorkRequest,
+};
+
+use crate::Error;
+use crate::credits::{Credits, Take};
+
+/// An access QP that also carries requests, with the completer of its completions.
+pub type SharedQp<N> = (<N as Nic>::Qp, Arc<Completer<<N as Nic>::Cq>>);
+
+/// Sizes of a request queue.
+#[derive(Clone, Copy, Debug)]
+pub struct RequestQueueAttr {
+    /// Requests in flight.
+    pub credits: u32,
+    /// Entries of the receive queue.
+    pub receives: u32,
+    /// Building blocks of the send queue.
+    pub send_blocks: u32,
+    /// Entries of the CQ.
+    pub completions: u32,
+    /// Rights of the memory node over the QP, with keys that allow them.
+    pub access: Access,
+}
+
+impl RequestQueueAttr {
+    /// A receive and a SEND for each of `credits` requests. The CQ has room for as many again,
+    /// which a reset flushes.
+    pub fn new(credits: u32, access: Access) -> Self {
+        let (send_blocks, completions) = (credits * 2, credits * 4);
+        Self { credits, receives: credits, send_blocks, completions, access }
+    }
+}
+
+/// A management QP with its completions, its credits and its state.
+pub struct RequestQueue<N: Nic> {
+    qp: N::Qp,
+    completer: Arc<Completer<N::Cq>>,
+    /// The QP also carries accesses.
+    shared: bool,
+    credits: Credits,
+    /// Held while posting, so that receives and SENDs have the same order.
+    order: Mutex<()>,
+    /// False while the QP is in Reset, where requests would never complete. Changes under `order`.
+    open: AtomicBool,
+    /// A request has seen that its answer is lost, since the last connect.
+    lost: AtomicBool,
+}
+
+type Posted<N> = Pending<<N as Nic>::Cq>;
+
+impl<N: Nic> RequestQueue<N> {
+    /// Creates the QP.
+    pub fn new(nic: &N, pd: &N::Pd, attr: RequestQueueAttr) -> Result<Self, Error> {
+        let entries = attr.completions;
+        let cq = nic.create_cq(CqAttr { entries, ignore_overrun: false })?;
+        let receives = ReceiveAttr { entries: attr.receives, max_sges: 1 };
+        let qp = nic.create_qp(
+            pd,
+            QpAttr {
+                send_cq: &cq,
+                recv_cq: &cq,
+                send_blocks: attr.send_blocks,
+                receive: Receive::Own(receives),
+                access: attr.access,
+            },
+        )?;
+        Ok(Self::with((qp, Arc::new(Completer::new(cq))), attr.credits, false))
+    }
+
+    /// A queue over an access QP. The owner of the QP connects it.
+    pub fn over(qp: SharedQp<N>, credits: u32) -> Self {
+        Self::with(qp, credits, true)
+    }
+
+    fn with((qp, completer): SharedQp<N>, credits: u32, shared: bool) -> Self {
+        let (credits, order) = (Credits::new(credits), Mutex::new(()));
+        let (open, lost) = (AtomicBool::new(false), AtomicBool::new(false));
+        Self { qp, completer, shared, credits, order, open, lost }
+    }
+
+    /// Takes a slot for a request; waits until one is free.
+    pub fn slot(&self) -> Take<'_> {
+        self.credits.take()
+    }
+
+    /// Sends a request and waits for its answer, which is written to `to`. The caller holds a slot.
+    ///
+    /// # Errors
+    /// [`Error::ManagementBroken`] if the answer was lost.
+    pub async fn ask(&self, attempt: &str, request: &[u8], to: &[Sge]) -> Result<(), Error> {
+        // A received answer means that the request was executed, whatever the completion of the
+        // SEND says.
+        match self.exchange(attempt, request, to).await? {
+            (Status::Success, _) => Ok(()),
+            (status, Status::Success) | (_, status) => Err(broken(attempt, status)),
+        }
+    }
+
+    /// Like [`RequestQueue::ask`], but returns the status of the answer and of the SEND.
+    pub async fn exchange(
+        &self,
+        attempt: &str,
+        request: &[u8],
+        to: &[Sge],
+    ) -> Result<(Status, Status), Error> {
+        let (answered, sent) = loop {
+            match self.post_request(attempt, request, to) {
+                Err(Error::Verbs(VerbsError::QueueFull { .. })) if self.shared => {
+                    self.make_room()?
+                }
+                posted => break posted?,
+            }
+        };
+        let (answered, sent) = (answered.await?, sent.await?);
+        if answered.status != Status::Success {
+            self.lost.store(true, Ordering::Release);
+        }
+        // The answer was written before its completion, which was polled above.
+        fence(Ordering::Acquire);
+        Ok((answered.status, sent.status))
+    }
+
+    /// Posts work requests of which only the last one is signaled, and waits for its completion.
+    pub async fn execute(&self, attempt: &str, list: &mut [WorkRequest<'_>]) -> Result<(), Error> {
+        let done = {
+            let _order = self.order.lock();
+            self.check_open(attempt)?;
+            self.completer.submit(|id| {
+                list.iter_mut().for_each(|wr| wr.id = id);
+                self.qp.post_send(list)
+            })?
+        };
+        let Completion { status, .. } = done.await?;
+        match status {
+            Status::Success => Ok(()),
+            status => Err(broken(attempt, status)),
+        }
+    }
+
+    /// Posts a request and the receive for its answer. On a shared QP the SEND may find the queue
+    /// full, so it is posted before the receive; an answer that arrives before the receive waits
+    /// for it.
+    fn post_request(
+        &self,
+        attempt: &str,
+        request: &[u8],
+        to: &[Sge],
+    ) -> Result<(Posted<N>, Posted<N>), Error> {
+        let receive = || self.completer.submit(|id| self.qp.post_recv(&ReceiveRequest { id, to }));
+        let send = || {
+            self.completer.submit(|id| {
+                let op = Op::SendInline { data: request };
+                self.qp.post_send(&[WorkRequest { id, op, signaled: true }])
+            })
+        };
+        let _order = self.order.lock();
+        self.check_open(attempt)?;
+        if self.shared {
+            let sent = send()?;
+            return Ok((receive()?, sent));
+        }
+        Ok((receive()?, send()?))
+    }
+
+    fn check_open(&self, attempt: &str) -> Result<(), Error> {
+        match self.open.load(Ordering::Relaxed) {
+            true => Ok(()),
+            false => Err(broken(attempt, Status::Flushed)),
+        }
+    }
+
+    /// Polls completions, including those of accesses, to free room in the send queue.
+    #[cold]
+    fn make_room(&self) -> Result<(), Error> {
+        if self.completer.poll() == 0 {
+            self.completer.cq().wait(Duration::from_millis(1))?;
+        }
+        Ok(())
+    }
+}
+
+/// A management QP of any NIC. See [`ClientScheme::each_queue`](crate::ClientScheme).
+pub trait ManagementQp {
+    /// Number of the QP.
+    fn qpn(&self) -> Qpn;
+
+    /// True if the QP also carries accesses, so that its owner connects it.
+    fn is_shared(&self) -> bool;
+
+    /// True if the QP is not connected, or in the error state.
+    fn is_broken(&self) -> bool;
+
+    /// True while the QP is in Reset.
+    fn is_closed(&self) -> bool;
+
+    /// True if a request has seen, since the last connect, that its answer is lost. The request may
+    /// be one of an earlier connection, which was flushed.
+    fn has_lost_answers(&self) -> bool;
+
+    /// Takes the QP to Reset.
+    fn reset(&self) -> Result<(), Error>;
+
+    /// Takes the QP to Error: requests in flight end with an error.
+    fn break_off(&self) -> Result<(), Error>;
+
+    /// Connects the QP, and accepts requests. A shared QP is connected by its owner, and has no
+    /// `peer`.
+    fn connect(&self, peer: Option<PeerAddress>) -> Result<(), Error>;
+
+    /// Registers `look`, which a waiting request calls periodically while its answer is overdue.
+    fn when_idle(&self, look: &WhenIdle);
+}
+
+impl<N: Nic> ManagementQp for RequestQueue<N> {
+    fn qpn(&self) -> Qpn {
+        self.qp.qpn()
+    }
+
+    fn is_shared(&self) -> bool {
+        self.shared
+    }
+
+    fn is_broken(&self) -> bool {
+        !matches!(self.qp.state(), Ok(QpState::ReadyToSend))
+    }
+
+    fn is_closed(&self) -> bool {
+        !self.open.load(Ordering::Acquire)
+    }
+
+    fn has_lost_answers(&self) -> bool {
+        self.lost.load(Ordering::Acquire)
+    }
+
+    fn reset(&self) -> Result<(), Error> {
+        let _order = self.order.lock();
+        self.open.store(false, Ordering::Release);
+        Ok(self.qp.modify(QpChange::Reset)?)
+    }
+
+    fn break_off(&self) -> Result<(), Error> {
+        Ok(self.qp.modify(QpChange::Error)?)
+    }
+
+    fn connect(&self, peer: Option<PeerAddress>) -> Result<(), Error> {
+        let _order = self.order.lock();
+        if let Some(peer) = peer {
+            self.qp.connect(peer)?;
+        }
+        self.lost.store(false, Ordering::Release);
+        self.open.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    fn when_idle(&self, look: &WhenIdle) {
+        self.completer.when_idle(look.clone());
+    }
+}
+
+fn broken(attempt: &str, status: Status) -> Error {
+    Error::ManagementBroken { attempt: attempt.into(), status }
+}

@@ -1,0 +1,297 @@
+//! The memory node's side: the work of the control thread. `worker` answers the requests.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::{Mutex, MutexGuard};
+use scheme::client_table::{AccessQps, PeerQp, Requirements, refuse};
+use scheme::{
+    ClientId, ConnectReply, ConnectRequest, Cpu, CpuEvents, Error, GroupId, Lane, NodeScheme,
+    NodeSettings, NodeStatus, QpSet, Start, Worker, options,
+};
+use verbs::{
+    Access, CqAttr, Key, MemoryRegion, Nic, QpAttr, QpChange, QueuePair, Receive, ReceiveAttr,
+    Remote,
+};
+
+use super::blocks::Blocks;
+use super::connection::Connection;
+use super::regions::Regions;
+use super::table::{Protection, Table};
+use super::view::AllocationView;
+use super::windows::{Type1, Type2};
+use super::worker::{BIND_BLOCKS, Core, Handle, Shared, State};
+use super::{ControlMode, Opening, Options, REQUEST_BYTES};
+
+/// Send blocks of a management QP per request in flight: the reply, a bulletin "empty" before it,
+/// and a bulletin "available" after it.
+const ANSWER_BLOCKS: u32 = 4;
+
+/// The memory node of a scheme by RPC.
+pub struct Node<N: Nic> {
+    shared: Arc<Shared<N>>,
+    options: Options,
+    /// The core that serves each compute node.
+    core_by_client: BTreeMap<ClientId, usize>,
+}
+
+impl<N: Nic> Node<N> {
+    /// Donates memory according to `settings`.
+    pub fn new(nic: &N, settings: &NodeSettings) -> Result<Self, Error> {
+        let options = Options::of(settings)?;
+        let opening = Opening::of(settings.scheme)?;
+        settings.scheme.check_caps(&nic.caps())?;
+        let blocks = Blocks::of(settings);
+        let lanes = settings.lanes() as usize;
+        let pd = nic.alloc_pd()?;
+        let (bytes, unit) = (settings.chunks * settings.chunk_bytes, settings.chunk_bytes);
+        let memory = nic.alloc_thin(bytes as usize, unit as usize, settings.kept_bytes)?;
+        let memory = nic.reg_mr(&pd, &memory, Access::LOCAL_ALL)?;
+        let protection = match opening {
+            Opening::Bind => Protection::Type2(Type2::new(nic, &pd, &memory, blocks, lanes)?),
+            Opening::Rebind | Opening::BindAhead => {
+                let ahead = opening == Opening::BindAhead;
+                Protection::Type1(Type1::new(nic, &pd, &memory, blocks, ahead)?)
+            }
+            Opening::Register | Opening::RegisterAhead => {
+                Protection::Regions(Regions::new(blocks.count()))
+            }
+        };
+        let count = options.cores.min(settings.clients_max);
+        let base = memory.memory().addr();
+        let table = Table::new(protection, lanes, base, blocks, count as usize);
+        let cores = (0..count as usize)
+            .map(|index| Core::new(nic, &pd, (settings, opening, count), index))
+            .collect::<Result<Vec<_>, _>>()?;
+        let (nic, settings, table) = (nic.clone(), settings.clone(), Mutex::new(table));
+        let shared = Arc::new(Shared { nic, settings, opening, pd, memory, blocks, table, cores });
+        if opening == Opening::BindAhead {
+            shared.cores[0].state.lock().bind_ahead(&shared)?;
+        }
+        Ok(Self { shared, options, core_by_client: BTreeMap::new() })
+    }
+
+    /// A view of the allocations.
+    pub fn allocation_view(&self) -> AllocationView<N> {
+        AllocationView(self.shared.clone())
+    }
+
+    fn core_of(&self, client: ClientId) -> usize {
+        self.core_by_client.get(&client).copied().unwrap_or(0)
+    }
+
+    /// State of the core that serves a compute node.
+    pub(super) fn state_of(&self, client: ClientId) -> MutexGuard<'_, State<N>> {
+        self.shared.cores[self.core_of(client)].state.lock()
+    }
+
+    /// The core with the fewest compute nodes; an error if the limit of compute nodes is reached.
+    fn least_loaded_core(&mut self) -> Result<usize, Error> {
+        let cores = &self.shared.cores;
+        self.core_by_client
+            .retain(|client, core| cores[*core].state.lock().peers.contains_key(client));
+        let max = self.shared.settings.clients_max as usize;
+        if self.core_by_client.len() >= max {
+            return Err(refuse(format!("{max} compute nodes are connected")));
+        }
+        let mut counts = vec![0; cores.len()];
+        self.core_by_client.values().for_each(|core| counts[*core] += 1);
+        let least = counts.iter().enumerate().min_by_key(|(_, count)| **count);
+        Ok(least.expect("there is a core").0)
+    }
+
+    fn make_peer(
+        &self,
+        state: &State<N>,
+        request: &ConnectRequest,
+    ) -> Result<Connection<N>, Error> {
+        let settings = &self.shared.settings;
+        let (nic, credits) = (&self.shared.nic, settings.credits);
+        let pd = match self.shared.opening.is_region() {
+            true => nic.alloc_pd()?,
+            false => self.shared.pd.clone(),
+        };
+        let blocks = (credits * ANSWER_BLOCKS).next_power_of_two();
+        let replies = nic.create_cq(CqAttr { entries: blocks, ignore_overrun: false })?;
+        let management = nic.create_qp(
+            &pd,
+            QpAttr {
+                send_cq: &replies,
+                recv_cq: &state.requests,
+                send_blocks: blocks,
+                receive: Receive::Own(ReceiveAttr { entries: credits, max_sges: 1 }),
+                access: Access::NONE,
+            },
+        )?;
+        let inbox = nic.alloc_dma(credits as usize * REQUEST_BYTES)?;
+        let inbox = nic.reg_mr(&pd, &inbox, Access::LOCAL_ALL)?;
+        let access = AccessQps::new(request, |_| {
+            let attr = QpAttr {
+                send_cq: &state.binds,
+                recv_cq: &state.binds,
+                send_blocks: (credits * BIND_BLOCKS).next_power_of_two(),
+                receive: Receive::None,
+                access: Access::REMOTE_ALL,
+            };
+            Ok(nic.create_qp(&pd, attr)?)
+        })?;
+        let mut peer = Connection {
+            management: PeerQp { qp: management, peer: request.peer(request.management[0]) },
+            epoch: 0,
+            replies,
+            inbox,
+            access,
+            bulletin: Remote { addr: request.bulletin_addr, rkey: Key(request.bulletin_rkey) },
+            generation: 0,
+            bulletins: 0,
+            announced_empty: false,
+            broken: false,
+            unconfirmed: BTreeSet::new(),
+            lost: Vec::new(),
+            leaving: None,
+            pd,
+        };
+        peer.connect_management(credits)?;
+        Ok(peer)
+    }
+}
+
+impl<N: Nic> NodeScheme for Node<N> {
+    fn admit(&mut self, client: ClientId, request: &ConnectRequest) -> Result<ConnectReply, Error> {
+        let core = self.least_loaded_core()?;
+        let settings = &self.shared.settings;
+        let mut state = self.shared.cores[core].state.lock();
+        let lanes = settings.lanes() as usize;
+        let expected = Requirements { settings, management: 1, lanes, leaving: 0 };
+        state.peers.check(client, request, &expected)?;
+        let peer = self.make_peer(&state, request)?;
+        let management = vec![peer.management.qp.qpn().raw()];
+        let admitted = ConnectReply::of(settings, client, management, &peer.access);
+        state.by_management.insert(peer.management.qp.qpn(), client);
+        state.peers.insert(client, peer);
+        state.add_client(client);
+        self.core_by_client.insert(client, core);
+        Ok(admitted)
+    }
+
+    fn retire(&mut self, client: ClientId) -> Result<(), Error> {
+        let mut state = self.state_of(client);
+        let state = &mut *state;
+        let Some(peer) = state.peers.get_mut(&client) else { return Ok(()) };
+        state.by_management.remove(&peer.management.qp.qpn());
+        (peer.broken, peer.announced_empty) = (true, false);
+        // After the reset, accesses of the compute node are refused. The QPs, now connected to
+        // themselves, can still unbind their windows.
+        peer.management.qp.modify(QpChange::Reset)?;
+        for path in peer.access.iter() {
+            path.qp.connect(path.qp.qpn())?;
+        }
+        peer.leaving = Some(self.shared.table.lock().owned_by(client));
+        Ok(())
+    }
+
+    fn is_retired(&self, client: ClientId) -> bool {
+        !self.state_of(client).peers.contains_key(&client)
+    }
+
+    fn poll(&mut self) -> Result<bool, Error> {
+        let mut any = false;
+        for core in 0..self.shared.cores.len() {
+            any |= self.shared.poll(core)?;
+        }
+        Ok(any)
+    }
+
+    fn client_waits(&mut self, client: ClientId) -> Result<bool, Error> {
+        let core = self.core_of(client);
+        let mut state = self.state_of(client);
+        if !self.shared.table.lock().announce_empty(core) {
+            return Ok(false);
+        }
+        let peer = state.peers.known_mut(client)?;
+        peer.announce_empty();
+        Ok(true)
+    }
+
+    fn reset_management(&mut self, client: ClientId) -> Result<Option<Vec<u32>>, Error> {
+        let mut state = self.state_of(client);
+        let peer = state.peers.known_mut(client)?;
+        peer.management.qp.modify(QpChange::Error)?;
+        peer.epoch += 1;
+        peer.connect_management(self.shared.settings.credits)?;
+        if !peer.lost.is_empty() {
+            self.shared.cores[self.core_of(client)].events.wake();
+        }
+        Ok(Some(vec![peer.management.qp.qpn().raw()]))
+    }
+
+    fn management_is_open(&self, client: ClientId) -> Result<bool, Error> {
+        self.state_of(client).peers.management_is_open(client)
+    }
+
+    fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {
+        self.state_of(client).peers.reset_access(client, group, lane)
+    }
+
+    fn set_start(&mut self, client: ClientId, part: QpSet, start: Start) {
+        self.state_of(client).peers.set_start(client, part, start);
+    }
+
+    fn cpu(&mut self) -> Cpu {
+        let count = self.shared.cores.len();
+        let worker =
+            |core| -> Box<dyn Worker> { Box::new(Handle { shared: self.shared.clone(), core }) };
+        Cpu {
+            events: Some(Arc::new(AllCores(self.shared.clone()))),
+            workers: (0..count).filter(|_| count > 1).map(worker).collect(),
+            polls: self.options.control == ControlMode::Polling,
+        }
+    }
+
+    fn terms(&self) -> options::Terms {
+        options::terms(&serde_json::json!({ "control": self.options.control }))
+    }
+
+    fn status(&mut self) -> Result<NodeStatus, Error> {
+        let settings = &self.shared.settings;
+        let mut status = NodeStatus {
+            scheme: settings.scheme.name.into(),
+            chunk_bytes: settings.chunk_bytes,
+            ..NodeStatus::default()
+        };
+        {
+            let table = self.shared.table.lock();
+            (status.chunks, status.free) = (table.chunks(), table.available());
+        }
+        for core in &self.shared.cores {
+            let state = core.state.lock();
+            status.leaving += state.peers.leaving();
+            status.clients += state.peers.connected();
+            status.allocations_cpu += state.allocations;
+            status.frees_cpu += state.frees;
+            status.refused += state.refused;
+        }
+        Ok(status)
+    }
+
+    fn audit(&self) -> Result<(), Error> {
+        let states: Vec<_> = self.shared.cores.iter().map(|core| core.state.lock()).collect();
+        let exists = |client| states.iter().any(|state| state.peers.contains_key(&client));
+        self.shared.table.lock().audit(exists)
+    }
+}
+
+/// Event source for all cores together. If one thread polls all cores, it waits on the first core's
+/// CQ.
+struct AllCores<N: Nic>(Arc<Shared<N>>);
+
+impl<N: Nic> CpuEvents for AllCores<N> {
+    fn wait(&self, timeout: Duration) -> Result<bool, Error> {
+        self.0.cores[0].events.wait(timeout)
+    }
+
+    fn wake(&self) {
+        self.0.cores.iter().for_each(|core| core.events.wake());
+    }
+}

@@ -1,0 +1,37 @@
+//! Every scheme passes the conformance suite, with each value of its options.
+
+use rnic::nic::SoftNic;
+use scheme::{NodeSettings, Scheme, conformance};
+use schemes::onesidedmw::Budget;
+
+fn settings(scheme: Scheme) -> NodeSettings {
+    NodeSettings { clients_max: 4, credits: 4, ..NodeSettings::new(scheme, 5, 4096) }
+}
+
+fn check(settings: &NodeSettings) {
+    println!("{} {:?}", settings.scheme, settings.options);
+    let nic = SoftNic::inline();
+    conformance::check(&nic, &schemes::nodes(), &schemes::clients(), settings);
+}
+
+#[test]
+fn every_scheme_conforms() {
+    schemes::ALL.iter().for_each(|scheme| check(&settings(scheme)));
+}
+
+#[test]
+fn every_scheme_conforms_with_its_options() {
+    for scheme in schemes::ALL {
+        for option in scheme.options {
+            check(&match *option {
+                "separation" | "contention_control" => settings(scheme).with(option, false),
+                "control" => settings(scheme).with(option, "polling"),
+                "cores" => settings(scheme).with(option, 2),
+                "budget" => {
+                    settings(scheme).with(option, Budget { chunks: Some(100), ..Budget::default() })
+                }
+                other => panic!("option {other} has no check"),
+            });
+        }
+    }
+}
