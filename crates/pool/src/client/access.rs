@@ -225,6 +225,7 @@ impl<N: Nic> Inner<N> {
         })
     }
 
+    #[inline]
     pub(super) fn read_work(
         &self,
         t: &Transfer<'_>,
@@ -237,6 +238,7 @@ impl<N: Nic> Inner<N> {
         Ok(Work::Read { from: remote(t.grant, t.offset, lane), to })
     }
 
+    #[inline]
     pub(super) fn write_work(
         &self,
         t: &Transfer<'_>,

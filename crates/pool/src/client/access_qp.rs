@@ -168,6 +168,7 @@ impl<N: Nic> Group<N> {
     /// Posts operations with one doorbell. The result completes with the last operation, or with
     /// the first one that fails. The operations must fit the send queue; each needs one or a few
     /// blocks.
+    #[inline]
     pub fn post(&self, index: AccessQpIndex, works: &[Work<'_>]) -> Result<Posted<N>, Error> {
         let access_qp = self.access_qp(index);
         let mut tries = 0;

@@ -258,6 +258,7 @@ impl<N: Nic> Inner<N> {
 
     /// Posts operations with one doorbell. Re-establishes a QP first if the last attempt failed;
     /// otherwise the caller would get "not ready" instead of the reason.
+    #[inline]
     pub(super) fn post(
         &self,
         group: GroupId,

@@ -40,6 +40,7 @@ pub struct Operation<'a, N: Nic> {
 }
 
 impl<'a, N: Nic> Operation<'a, N> {
+    #[inline]
     pub(super) fn post(
         pool: &'a Inner<N>,
         grant: &Grant,

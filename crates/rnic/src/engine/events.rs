@@ -60,6 +60,12 @@ impl Events {
         }
     }
 
+    /// True if no event is pending.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.pending.is_empty()
+    }
+
     /// See [`super::Engine::take_events`].
     pub fn take<'a>(&'a mut self, queues: &'a mut Queues) -> impl Iterator<Item = Event> + 'a {
         let Queues { cqs, qps, .. } = queues;

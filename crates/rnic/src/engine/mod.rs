@@ -236,6 +236,12 @@ impl Engine {
         self.core.record_poller.is_polling()
     }
 
+    /// True if [`Engine::take_events`] would return an event.
+    #[inline]
+    pub fn has_events(&self) -> bool {
+        !self.core.events.is_empty()
+    }
+
     /// Takes the events since the last call. An event that was not taken is not raised again for
     /// the same object, so at most two events per CQ and QP are pending. The event of an SRQ's
     /// limit must be armed each time.

@@ -98,15 +98,18 @@ impl Core {
     pub fn deliver_events(&mut self) -> bool {
         let Self { engine, sleepers, wakes, events } = self;
         let mut any = false;
-        for event in engine.take_events() {
+        // Draining an empty queue in each round would cost a tenth of a READ's latency.
+        if engine.has_events() {
             any = true;
-            let sleeper = match event {
-                // No sleeper if the CQ was destroyed after its completion.
-                Event::Completion(cqn) => sleepers.get(&cqn),
-                Event::Async { function, event } => events.push(function, event),
-            };
-            if let Some(sleeper) = sleeper {
-                wakes.queue(sleeper);
+            for event in engine.take_events() {
+                let sleeper = match event {
+                    // No sleeper if the CQ was destroyed after its completion.
+                    Event::Completion(cqn) => sleepers.get(&cqn),
+                    Event::Async { function, event } => events.push(function, event),
+                };
+                if let Some(sleeper) = sleeper {
+                    wakes.queue(sleeper);
+                }
             }
         }
         if !wakes.is_empty() {
