@@ -93,15 +93,7 @@ const WORKLOADS: [Workload; 2] = [
 
 /// Python program: parses all lines into records, then prints for each line the number of words
 /// that it shares with the next line, and its checksum.
-const COMPARE: &str = "\
-import sys, zlib
-records = []
-with open(sys.argv[1], encoding='utf-8', newline='\\n') as lines:
-    for line in lines:
-        records.append((line.split(), zlib.crc32(line.encode())))
-for number, (this, following) in enumerate(zip(records, records[1:])):
-    print(number, len(set(this[0]) & set(following[0])), this[1])
-";
+const COMPARE: &str = include_str!("quickstart.py");
 
 /// Results of one program's two runs.
 struct Comparison {
