@@ -116,23 +116,28 @@ class Job:
         return records
 
 
-def run_process(command, enter=None):
+def run_process(command, enter=lambda: None):
     """Runs a command. Returns its output's first MiB, its output's digest, its time in s, its peak memory."""
-    with tempfile.TemporaryFile() as errors:
+    def prepare():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, swap.SIGNALS)
+        enter()
+
+    with tempfile.TemporaryFile() as errors, swap.undisturbed():
         began = time.monotonic()
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, preexec_fn=enter,
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, preexec_fn=prepare,
             start_new_session=True, env={**os.environ, "LC_ALL": "C", "PYTHONHASHSEED": "0"})
+        # A thread that is started here takes no signals either.
         late = threading.Timer(TIME_LIMIT, os.killpg, (process.pid, signal.SIGKILL))
-        late.daemon = True
         late.start()
         try:
             digest, kept = hashlib.sha256(), b""
-            while part := process.stdout.read1(1 << 20):
-                digest.update(part)
-                kept += part[:(1 << 20) - len(kept)]
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
+            with swap.disturbed():
+                while part := process.stdout.read1(1 << 20):
+                    digest.update(part)
+                    kept += part[:(1 << 20) - len(kept)]
+                _, status, usage = os.wait4(process.pid, 0)
+                process.returncode = os.waitstatus_to_exitcode(status)
             seconds = time.monotonic() - began
         finally:
             late.cancel()
@@ -162,17 +167,16 @@ def stop(process):
 @contextlib.contextmanager
 def busy(program, count):
     """Runs CPU-bound processes as long as the context lasts."""
-    hogs = []
-    try:
+    with swap.reversible() as undo:
+        hogs = []
         for _ in range(count):
             hogs.append(subprocess.Popen([program, "spin"], start_new_session=True))
-        yield
+            undo.callback(hogs[-1].wait)
+            undo.callback(hogs[-1].kill)
+        with swap.disturbed():
+            yield
         if any(hog.poll() is not None for hog in hogs):
             raise Failed("a CPU-bound process has ended early")
-    finally:
-        for hog in hogs:
-            hog.kill()
-            hog.wait()
 
 
 # --- systems ------------------------------------------------------------------------------------
@@ -341,6 +345,14 @@ COUNTERS = [
     ("faults", lambda s: s["faults"]),
     ("mean, us", lambda s: s["fault_mean_us"]),
     ("P99, us", lambda s: s["fault_p99_us"]),
+    ("reading, us", lambda s: s["fault_read_us"]),
+    ("mapping, us", lambda s: s["fault_map_us"]),
+    ("evicting, us", lambda s: s["fault_evict_us"]),
+    ("write-protected, %", lambda s: 100 * s["faults_write_protected"] / s["faults"]),
+    ("evicting, %", lambda s: 100 * s["faults_evicting"] / s["faults"]),
+    ("waiting for a WRITE, %", lambda s: 100 * s["faults_writing"] / s["faults"]),
+    ("pages evicted in faults", lambda s: s["pages_evicted_in_faults"]),
+    ("sleeps of the NIC thread", lambda s: s["nic_sleeps"]),
 ]
 
 
@@ -447,7 +459,7 @@ def main(words):
         if not args.no_build:
             build("granary-cli", "granary-preload")
         args.granary = granary_path()
-    with contextlib.ExitStack() as undo:
+    with swap.reversible() as undo, swap.disturbed():
         directory = undo.enter_context(tempfile.TemporaryDirectory(prefix="granary-peers-"))
         program = os.path.join(directory, "pager")
         source = os.path.join(ROOT, "bench", "pager.c")

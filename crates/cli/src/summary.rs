@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use pager::stats::{Counter, Summary};
+use pager::stats::{Counter, FaultParts, Summary};
 use pool::protocol::Status;
 use serde::{Deserialize, Serialize};
 use units::Size;
@@ -27,6 +27,22 @@ pub struct RunSummary {
     pub fault_mean_us: Option<f64>,
     /// 99th percentile of the time of a fault; `None` without faults.
     pub fault_p99_us: Option<f64>,
+    /// Of the faults, those on write-protected pages.
+    pub faults_write_protected: u64,
+    /// Faults that waited for the evictor thread.
+    pub faults_stalled: u64,
+    /// Faults that evicted pages themselves.
+    pub faults_evicting: u64,
+    /// Pages that these faults evicted.
+    pub pages_evicted_in_faults: u64,
+    /// Of these faults, those that waited for a WRITE to the pool.
+    pub faults_writing: u64,
+    /// Of the mean time of a fault, the wait for READs.
+    pub fault_read_us: f64,
+    /// Of the mean time of a fault, lookups and mapping.
+    pub fault_map_us: f64,
+    /// Of the mean time of a fault, eviction.
+    pub fault_evict_us: f64,
     /// Pages read from the pool.
     pub pages_in: u64,
     /// Pages written to the pool.
@@ -47,6 +63,8 @@ pub struct RunSummary {
     pub allocations_by_cpu: u64,
     /// CPU time of the memory node's NIC thread while the program ran.
     pub nic_cpu_s: f64,
+    /// Times that the NIC thread went to sleep while the program ran, and had to be woken.
+    pub nic_sleeps: u64,
     /// CPU time of the memory node's control threads while the program ran, including the set-up
     /// of connections.
     pub control_cpu_s: f64,
@@ -60,6 +78,7 @@ impl RunSummary {
     pub fn new(local: Size, paged: &Summary, before: &Status, after: &Status) -> Self {
         let CpuTimes { nic, control } = CpuTimes::between(before, after);
         let counted = |counter| paged.get(counter);
+        let FaultParts { read, evict, map } = paged.fault_parts_us();
         let if_faulted = |us: f64| (paged.faults() > 0).then_some(us);
         Self {
             local_limit_bytes: local.bytes(),
@@ -68,6 +87,14 @@ impl RunSummary {
             faults: paged.faults(),
             fault_mean_us: if_faulted(paged.fault_us_mean()),
             fault_p99_us: if_faulted(paged.fault_us(0.99)),
+            faults_write_protected: counted(Counter::WriteFaults),
+            faults_stalled: counted(Counter::FaultsStalled),
+            faults_evicting: counted(Counter::FaultsEvicting),
+            pages_evicted_in_faults: counted(Counter::PagesEvictedInFaults),
+            faults_writing: counted(Counter::FaultsWriting),
+            fault_read_us: read,
+            fault_map_us: map,
+            fault_evict_us: evict,
             pages_in: counted(Counter::PagesIn),
             pages_out: counted(Counter::PagesOut),
             chunks_peak: counted(Counter::PoolChunksPeak),
@@ -79,6 +106,7 @@ impl RunSummary {
             allocations_by_nic: counted(Counter::AllocationsByNic),
             allocations_by_cpu: counted(Counter::AllocationsByCpu),
             nic_cpu_s: nic.as_secs_f64(),
+            nic_sleeps: after.nic_wakeups.saturating_sub(before.nic_wakeups),
             control_cpu_s: control.as_secs_f64(),
         }
     }
@@ -92,9 +120,10 @@ impl fmt::Display for RunSummary {
         let ms = |seconds: f64| thousands((seconds * 1e3).round() as u64);
         write!(
             f,
-            "  memory node   {:>9} ms   of control CPU, {} ms of the NIC thread",
+            "  memory node   {:>9} ms   of control CPU, {} ms of the NIC thread, which slept {} times",
             ms(self.control_cpu_s),
-            ms(self.nic_cpu_s)
+            ms(self.nic_cpu_s),
+            thousands(self.nic_sleeps)
         )
     }
 }

@@ -36,6 +36,8 @@ pub(crate) struct Evictor {
     memory: Option<std::fs::File>,
     /// Ranges to be dropped from the program's memory.
     to_drop: Vec<libc::iovec>,
+    /// Batches of WRITEs that were waited for.
+    pub(crate) write_backs: u64,
 }
 
 impl Pager {
@@ -332,6 +334,7 @@ impl Evictor {
         pager.note_emptied(emptied);
         self.pairs.sort_unstable();
         pager.transfer(Lane::Async, true, &self.pairs);
+        self.write_backs += 1;
         pager.stats.add(Counter::PagesOut, self.pairs.len() as u64);
         for &frame in &self.frames {
             if let Some(orphan) = pager.staging.written(frame) {

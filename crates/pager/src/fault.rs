@@ -100,11 +100,12 @@ impl Pager {
     /// Returns 0 if the fault must be retried later.
     fn wait_for_room(&self, wanted: u32, evictor: &mut Evictor) -> u32 {
         let mut stalled = false;
-        loop {
+        let (mut evicted, write_backs) = (0, evictor.write_backs);
+        let room = loop {
             let seen = self.room.load(Ordering::Acquire);
             let room = self.take_room(wanted);
             if room > 0 || self.fork_waits.load(Ordering::Acquire) {
-                return room;
+                break room;
             }
             if !self.evicts_inline {
                 if !stalled {
@@ -113,18 +114,28 @@ impl Pager {
                 }
                 self.wake_evictor(true);
             }
-            if let Some(evict_lock) = self.try_evict_lock()
-                && evictor.make_room(self, evict_lock) > 0
-            {
-                if self.evicts_inline {
-                    self.update_gauges();
+            if let Some(evict_lock) = self.try_evict_lock() {
+                let start = sys::now_ns();
+                let pages = evictor.make_room(self, evict_lock);
+                self.stats.add(Counter::FaultEvictNs, sys::now_ns() - start);
+                if pages > 0 {
+                    evicted += u64::from(pages);
+                    if self.evicts_inline {
+                        self.update_gauges();
+                    }
+                    continue;
                 }
-                continue;
             }
             // The holder of `evict_lock`, or the thread that keeps the pages busy, finishes soon.
             // Not every holder wakes this futex, so the wait has a timeout.
             sys::futex_wait(&self.room, seen, Some(if self.evicts_inline { 1 } else { 100 }));
+        };
+        if evicted > 0 {
+            self.stats.add(Counter::FaultsEvicting, 1);
+            self.stats.add(Counter::PagesEvictedInFaults, evicted);
+            self.stats.add(Counter::FaultsWriting, u64::from(evictor.write_backs > write_backs));
         }
+        room
     }
 }
 
@@ -237,7 +248,9 @@ impl Handler<'_> {
         }
         let done = if self.batch.len() < 2 * PART_PAGES {
             let lane = if self.batch.len() == 1 { Lane::Sync } else { Lane::Async };
+            let asked = sys::now_ns();
             pager.transfer(lane, false, &self.pairs);
+            pager.stats.add(Counter::FaultReadNs, sys::now_ns() - asked);
             let start = pager.region.address(self.batch[0].0);
             let source = pager.staging.address(self.frames) as usize;
             map_run(self.batch.len(), |len| {
@@ -266,12 +279,14 @@ impl Handler<'_> {
         let start = pager.region.address(self.batch[0].0);
         let source = pager.staging.address(self.frames) as usize;
         let mut done = Ok(0);
+        let (asked, mut mapping_ns) = (sys::now_ns(), 0);
         pager.read_parts(&self.pairs, PART_PAGES, &mut |part| {
             let before = part * PART_PAGES;
             if !matches!(done, Ok(pages) if pages == before) {
                 return;
             }
             let at = before * PAGE_BYTES;
+            let arrived = sys::now_ns();
             let mapped = map_run(PART_PAGES.min(self.pairs.len() - before), |len| {
                 // SAFETY: as in `fetch`. The thread that waits for the first page is woken after
                 // the whole batch; woken earlier, it would fault on the next part and wait again.
@@ -282,7 +297,9 @@ impl Handler<'_> {
                 Err(error) if before == 0 => done = Err(error),
                 Err(_) => {}
             }
+            mapping_ns += sys::now_ns() - arrived;
         });
+        pager.stats.add(Counter::FaultReadNs, sys::now_ns() - asked - mapping_ns);
         if let Ok(pages) = &done {
             pager.wake(self.batch[0].0, *pages as u32);
         }

@@ -57,6 +57,14 @@ rows! {
     UnpagedStacks: bytes(gauge("pager_unpaged_stacks", "At the peak: stacks.")),
     UnpagedShared: bytes(gauge("pager_unpaged_shared", "At the peak: shared memory.")),
     UnpagedHuge: bytes(gauge("pager_unpaged_huge", "At the peak: huge pages.")),
+    FaultsEvicting: counter("pager_faults_evicting", "Faults that evicted pages themselves."),
+    PagesEvictedInFaults: counter("pager_pages_evicted_in_faults", "Pages that these evicted."),
+    FaultsWriting: counter("pager_faults_writing", "Of these faults, those that waited for a \
+                                                    WRITE."),
+    FaultReadNs: counter("pager_fault_read_time", "Time in which faults waited for READs.")
+        .in_unit(Unit::Nanoseconds),
+    FaultEvictNs: counter("pager_fault_evict_time", "Time in which faults evicted pages.")
+        .in_unit(Unit::Nanoseconds),
 }
 
 /// The declarations of all metrics of paged processes.

@@ -97,6 +97,16 @@ pub enum Counter {
     UnpagedShared,
     /// [`UnpagedUsage::huge`].
     UnpagedHuge,
+    /// Faults that evicted pages themselves.
+    FaultsEvicting,
+    /// Pages that these faults evicted.
+    PagesEvictedInFaults,
+    /// Of `FaultsEvicting`, faults that waited for a WRITE to the pool.
+    FaultsWriting,
+    /// Of `FaultNs`, time in which faults waited for READs.
+    FaultReadNs,
+    /// Of `FaultNs`, time in which faults evicted pages.
+    FaultEvictNs,
 }
 
 /// The live counters of this process.
@@ -230,6 +240,17 @@ pub struct Summary {
     words: Vec<u64>,
     processes: u64,
     unpaged: Option<Unpaged>,
+}
+
+/// Parts of the mean time to serve a fault, in microseconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FaultParts {
+    /// Waiting for READs.
+    pub read: f64,
+    /// Eviction of other pages, with the WRITEs that it waits for.
+    pub evict: f64,
+    /// The rest: table lookups, and the mapping of pages.
+    pub map: f64,
 }
 
 /// The process with the most unpaged memory.
@@ -374,6 +395,18 @@ impl Summary {
         self.get(Counter::FaultNs) as f64 / 1000.0 / count.max(1) as f64
     }
 
+    /// Returns a counter divided by the number of faults.
+    fn per_fault(&self, counter: Counter) -> f64 {
+        self.get(counter) as f64 / self.faults().max(1) as f64
+    }
+
+    /// Returns the mean parts of the time to serve a fault, in microseconds.
+    pub fn fault_parts_us(&self) -> FaultParts {
+        let us = |counter| self.per_fault(counter) / 1000.0;
+        let (read, evict) = (us(Counter::FaultReadNs), us(Counter::FaultEvictNs));
+        FaultParts { read, evict, map: (self.fault_us_mean() - read - evict).max(0.0) }
+    }
+
     /// Returns a quantile (0 to 1) of the time to serve a fault, in microseconds.
     pub fn fault_us(&self, quantile: f64) -> f64 {
         let buckets = &self.words[COUNTERS..];
@@ -409,11 +442,12 @@ impl fmt::Display for Summary {
         writeln!(f, "granary: {} paged process(es)", self.processes)?;
         writeln!(
             f,
-            "  faults        {:>12}   {} missing, {} on write-protected pages, {} waited for \
-             evictions",
+            "  faults        {:>12}   {} missing, {} ({:.0} %) on write-protected pages, {} waited \
+             for evictions",
             self.faults(),
             self.get(Faults),
             self.get(WriteFaults),
+            100.0 * self.per_fault(WriteFaults),
             self.get(FaultsStalled)
         )?;
         writeln!(
@@ -421,6 +455,19 @@ impl fmt::Display for Summary {
             "  fault time    {:>9.1} us   mean; P99 {:.1} us (in the handler)",
             self.fault_us_mean(),
             self.fault_us(0.99)
+        )?;
+        let FaultParts { read, evict, map } = self.fault_parts_us();
+        writeln!(
+            f,
+            "    of it       {read:>9.1} us   waiting for READs, {map:.1} us mapping, {evict:.1} us \
+             evicting"
+        )?;
+        writeln!(
+            f,
+            "  evicting      {:>12}   faults that evicted {} pages; {} of them waited for WRITEs",
+            self.get(FaultsEvicting),
+            self.get(PagesEvictedInFaults),
+            self.get(FaultsWriting)
         )?;
         writeln!(
             f,
@@ -489,6 +536,21 @@ mod tests {
             prop_assert!(top - value <= value / 8, "{top} is far above {value}");
             prop_assert!(index == 0 || bucket_top(index - 1) < value);
         }
+    }
+
+    #[test]
+    fn parts_of_a_fault_add_up_to_its_mean() {
+        let stats = Stats::private().unwrap();
+        stats.add(Counter::Faults, 3);
+        stats.add(Counter::WriteFaults, 1);
+        [4_000, 4_000, 20_000, 4_000].into_iter().for_each(|ns| stats.record_fault(ns));
+        stats.add(Counter::FaultReadNs, 4_000);
+        stats.add(Counter::FaultEvictNs, 16_000);
+        let sum = stats.snapshot();
+        assert_eq!(sum.fault_parts_us(), FaultParts { read: 1.0, evict: 4.0, map: 3.0 });
+        let text = sum.to_string();
+        assert!(text.contains("1 (25 %) on write-protected pages"), "{text}");
+        assert!(text.contains("1.0 us   waiting for READs, 3.0 us mapping, 4.0 us ev"), "{text}");
     }
 
     #[test]

@@ -190,13 +190,15 @@ fn nodes(pool: &PoolAddress) -> &[Address] {
     }
 }
 
-/// Status of the pool: the last node's, with CPU times summed over all nodes; the default for file
+/// Status of the pool: the last node's, with CPU times and sleeps summed over all nodes; the default for file
 /// and memory stores.
 fn pool_status(pool: &PoolAddress) -> anyhow::Result<Status> {
     let mut status = Status::default();
     for address in nodes(pool) {
         let (nic, control) = (status.nic_cpu_ns, status.control_cpu_ns);
+        let wakeups = status.nic_wakeups;
         status = node::status(address)?;
+        status.nic_wakeups += wakeups;
         status.nic_cpu_ns += nic;
         status.control_cpu_ns += control;
     }
