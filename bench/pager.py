@@ -22,6 +22,9 @@ Access patterns touch one word of each page; `modify` loads it and then stores i
 for LU's numbers and first-touch's pages, which are nearly empty. Times of whole programs are of the computation alone,
 but for sort and python3, which count from start to end.
 
+With a tight limit the kernel's reclaim may find no page and kill a program; its cell says it. Such cells, and those of
+programs beyond --time-limit, do not make the command fail.
+
 Every second round uses the reverse order. A ratio is of two numbers of one round. The tables have the median, minimum
 and maximum of the rounds.
 """
@@ -32,6 +35,7 @@ import hashlib
 import json
 import os
 import platform
+import resource
 import shutil
 import signal
 import subprocess
@@ -56,13 +60,19 @@ LU_SHARE, SORT_SHARE, PYTHON_SHARE = 8, 8, 48
 ALLOWANCE = 1 << 20
 # The least bound of `granary run`.
 LOCAL_MIN = 4 << 20
-# The longest time of one process, in seconds.
-TIME_LIMIT = 300
 UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 class Failed(Exception):
     """A program gave no result. The text is the reason."""
+
+
+class TooSlow(Failed):
+    """A program did not end within the time limit."""
+
+
+class Killed(Failed):
+    """The kernel killed a program, because its cgroup had no memory left and reclaim found none."""
 
 
 def parse_size(text):
@@ -116,7 +126,7 @@ class Job:
         return records
 
 
-def run_process(command, enter=lambda: None):
+def run_process(command, time_limit=None, enter=lambda: None):
     """Runs a command. Returns its output's first MiB, its output's digest, its time in s, its peak memory."""
     def prepare():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, swap.SIGNALS)
@@ -128,7 +138,7 @@ def run_process(command, enter=lambda: None):
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, preexec_fn=prepare,
             start_new_session=True, env={**os.environ, "LC_ALL": "C", "PYTHONHASHSEED": "0"})
         # A thread that is started here takes no signals either.
-        late = threading.Timer(TIME_LIMIT, os.killpg, (process.pid, signal.SIGKILL))
+        late = threading.Timer(time_limit or threading.TIMEOUT_MAX, os.killpg, (process.pid, signal.SIGKILL))
         late.start()
         try:
             digest, kept = hashlib.sha256(), b""
@@ -144,10 +154,13 @@ def run_process(command, enter=lambda: None):
             stop(process)
             process.stdout.close()
         if process.returncode != 0:
+            if time_limit and seconds >= time_limit:
+                raise TooSlow(f"over {time_limit:.0f} s")
+            if process.returncode == -signal.SIGKILL:
+                raise Killed("killed: out of memory")
             errors.seek(0)
             lines = errors.read().decode(errors="replace").strip().splitlines()
-            after = " at the time limit" if seconds >= TIME_LIMIT else ""
-            raise Failed(f"exit code {process.returncode}{after}: {lines[-1] if lines else 'no message'}")
+            raise Failed(f"exit code {process.returncode}: {lines[-1] if lines else 'no message'}")
     return kept.decode(errors="replace"), digest.hexdigest(), seconds, usage.ru_maxrss << 10
 
 
@@ -190,35 +203,40 @@ class Bench:
     local: int
     granary: str
     directory: str
+    time_limit: float = None
     kernel: swap.Kernel = field(default_factory=swap.Kernel)
     limit: swap.Limit = None
 
     def local_of(self, job):
         return max(job.size * self.local // self.memory, LOCAL_MIN)
 
+    def backing(self, job):
+        """The size of the swap, and of the memory node: enough for first-touch's pages beside the data."""
+        return 4 * max(self.memory, job.size)
+
     def run(self, system, job):
         """Runs a job on a system. Returns its records."""
         if system == "plain":
-            return job.parse(*run_process(job.command)[:3])
+            return job.parse(*run_process(job.command, self.time_limit)[:3])
         if system == "granary":
             return self.run_granary(job)
         self.limit.set(self.local_of(job) + ALLOWANCE)
-        size = max(2 * self.memory, 4 * job.size)
+        size = self.backing(job)
         if system == "file":
             device = swap.swap_on_file(self.kernel, os.path.join(self.directory, "swap"), size)
         else:
             device = swap.swap_on_zram(self.kernel, system.removeprefix("zram-"), size)
         with device:
             try:
-                return job.parse(*run_process(job.command, self.limit.enter)[:3])
+                return job.parse(*run_process(job.command, self.time_limit, self.limit.enter)[:3])
             finally:
                 self.limit.empty()
 
     def run_granary(self, job):
         counters = os.path.join(self.directory, "stats.json")
         command = [self.granary, "run", "--local", str(self.local_of(job)), "--memory",
-                   str(max(2 * self.memory, 4 * job.size)), "--stats-json", counters, "--", *job.command]
-        records = job.parse(*run_process(command)[:3])
+                   str(self.backing(job)), "--stats-json", counters, "--", *job.command]
+        records = job.parse(*run_process(command, self.time_limit)[:3])
         with open(counters) as file:
             records.append({"program": job.name, "stats": json.load(file)})
         return records
@@ -258,7 +276,8 @@ def measure(bench, jobs, systems, rounds, progress=show_progress):
     for turn in range(rounds):
         for job in jobs:
             for system in reversed(systems) if turn % 2 else systems:
-                if (system, job.name) in failed:
+                # A program that was killed may end in another round.
+                if not isinstance(failed.get((system, job.name)), (type(None), Killed)):
                     continue
                 progress(f"round {turn + 1} of {rounds}: {job.name}, {system}")
                 try:
@@ -309,11 +328,11 @@ class Numbers:
         return [(a[turn] - plain[turn]) / (b[turn] - plain[turn]) for turn in turns if b[turn] > plain[turn]]
 
 
-def cell(values):
-    return spread(values) if values else ""
+def cell(values, otherwise=""):
+    return spread(values) if values else otherwise
 
 
-def table(numbers, title, programs, systems, name):
+def table(numbers, title, programs, systems, name, failed):
     """A table in Markdown: a number of each system, the ratios to plain, and granary's to zram."""
     programs = [program for program in programs
                 if any(numbers.of(program, system, name) for system in systems)]
@@ -330,7 +349,10 @@ def table(numbers, title, programs, systems, name):
     lines = [f"**{title}.** Median of the rounds (least to most).", "",
              "| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
     for program in programs:
-        cells = [program, *(cell(list(numbers.of(program, system, name).values())) for system in systems)]
+        cells = [program]
+        for system in systems:
+            why = failed.get((system, program if program in WHOLE else "patterns"), "")
+            cells.append(cell(list(numbers.of(program, system, name).values()), str(why)))
         cells += [cell(numbers.ratios(program, system, "plain", name)) for system in paged]
         if beside:
             cells.append(cell(numbers.ratios(program, "granary", zram, name)))
@@ -372,13 +394,26 @@ def counter_table(records):
     return [*lines, ""]
 
 
-def tables(records, systems):
+def tables(records, systems, failed={}):
     numbers = Numbers(record for record in records if "stats" not in record)
-    lines = table(numbers, "Access patterns, time of an access, us", PATTERNS, systems, "us")
-    lines += table(numbers, "Single accesses, p50, us", PATTERNS, systems, "p50_us")
-    lines += table(numbers, "Single accesses, p99, us", PATTERNS, systems, "p99_us")
-    lines += table(numbers, "Whole programs, s", WHOLE, systems, "seconds")
+    lines = []
+    for title, programs, name in (
+        ("Access patterns, time of an access, us", PATTERNS, "us"),
+        ("Single accesses, p50, us", PATTERNS, "p50_us"),
+        ("Single accesses, p99, us", PATTERNS, "p99_us"),
+        ("Whole programs, s", WHOLE, "seconds"),
+    ):
+        lines += table(numbers, title, programs, systems, name, failed)
     return "\n".join(lines + counter_table(records))
+
+
+def cpu_seconds():
+    """The CPU time of this machine that is not idle, and that of the ended processes of this run."""
+    with open("/proc/stat") as file:
+        user, nice, system, _, _, irq, softirq, steal = (int(word) for word in file.readline().split()[1:9])
+    own = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ticks = os.sysconf("SC_CLK_TCK")
+    return (user + nice + system + irq + softirq + steal) / ticks, own.ru_utime + own.ru_stime
 
 
 def describe(bench, args, hogs):
@@ -436,6 +471,8 @@ def parse_arguments(words):
                          help=f"from {', '.join(everything)}")
     options.add_argument("--systems", type=parse_names(SYSTEMS), default=SYSTEMS, metavar="LIST",
                          help=f"from {', '.join(SYSTEMS)}")
+    options.add_argument("--time-limit", type=float, default=60, metavar="S",
+                         help="longest time of one process, in seconds; default 60")
     options.add_argument("--json", nargs="?", const="-", metavar="FILE",
                          help="write every round's numbers to FILE, or instead of the tables")
     options.add_argument("--no-build", action="store_true", help="use the existing release build of granary")
@@ -465,7 +502,7 @@ def main(words):
         source = os.path.join(ROOT, "bench", "pager.c")
         if subprocess.run(["cc", "-O3", "-pthread", "-o", program, source, "-lm"]).returncode != 0:
             sys.exit("bench/peers: bench/pager.c does not compile; see the compiler's message above")
-        bench = Bench(args.memory, args.local, args.granary, directory)
+        bench = Bench(args.memory, args.local, args.granary, directory, args.time_limit)
         systems = args.systems
         if any(system not in ("plain", "granary") for system in systems):
             if why := set_up_limit(bench, undo):
@@ -474,19 +511,23 @@ def main(words):
         hogs = args.hogs * len(os.sched_getaffinity(0))
         about = describe(bench, args, hogs)
         jobs = jobs_of(bench, args.programs, args.accesses, program)
+        before, began = cpu_seconds(), time.monotonic()
         with busy(program, hogs):
             records, failed = measure(bench, jobs, systems, args.rounds)
+        busy_s, own_s = (after - earlier for after, earlier in zip(cpu_seconds(), before))
+        others = (busy_s - own_s) / (time.monotonic() - began) / os.cpu_count()
+        about += f" During the run other work of the machine took {others:.0%} of its cores."
     if args.json:
         with contextlib.ExitStack() as files:
             out = sys.stdout if args.json == "-" else files.enter_context(open(args.json, "w"))
             for record in records:
                 print(json.dumps(record), file=out)
     if args.json != "-":
-        print(about + "\n\n" + tables(records, systems))
+        print(about + "\n\n" + tables(records, systems, failed))
     for (system, job), why in failed.items():
         print(f"bench/peers: {job} on {system}: {why or repr(why)}", file=sys.stderr)
     for line in differences(records):
         print(f"bench/peers: the checksums differ: {line}", file=sys.stderr)
-    # A system that this machine does not have is no failure.
-    has_failed = any(not isinstance(why, swap.Unavailable) for why in failed.values())
+    # Such results of a system are no failures of the run.
+    has_failed = any(not isinstance(why, (swap.Unavailable, TooSlow, Killed)) for why in failed.values())
     return 1 if has_failed or differences(records) else 0

@@ -220,6 +220,10 @@ class TestProcesses(unittest.TestCase):
     def test_a_failed_program_gives_its_last_line(self):
         with self.assertRaisesRegex(pager.Failed, "exit code 3: no memory"):
             pager.run_process(["sh", "-c", "echo no memory >&2; exit 3"])
+        with self.assertRaises(pager.Killed):
+            pager.run_process(["sh", "-c", "kill -KILL $$"])
+        with self.assertRaisesRegex(pager.TooSlow, "over 0 s"):
+            pager.run_process(["sleep", "1000"], 0.01)
 
     def test_an_interrupted_program_is_ended(self):
         old = signal.signal(signal.SIGTERM, pager.interrupt)
@@ -263,17 +267,24 @@ class TestTables(unittest.TestCase):
         self.assertEqual(pager.differences([*self.RECORDS, other]),
                          ["LU: a in granary, plain, zram-lzo-rle; b in granary"])
 
-    def test_a_failed_job_is_not_repeated(self):
+    def test_only_a_killed_job_is_repeated(self):
         class Bench:
-            calls = 0
+            def __init__(self, error):
+                self.error, self.calls = error, 0
 
             def run(self, system, job):
-                Bench.calls += 1
-                raise pager.Failed("no result")
+                self.calls += 1
+                raise self.error
 
         job = pager.Job("LU", ["LU"], [], 1)
-        records, failed = pager.measure(Bench(), [job], ["plain"], 3, progress=lambda text: None)
-        self.assertEqual((records, list(failed), Bench.calls), ([], [("plain", "LU")], 1))
+        for error, calls in ((pager.Failed("x"), 1), (pager.TooSlow("x"), 1), (pager.Killed("x"), 3)):
+            bench = Bench(error)
+            records, failed = pager.measure(bench, [job], ["plain"], 3, progress=lambda text: None)
+            self.assertEqual((records, failed, bench.calls), ([], {("plain", "LU"): error}, calls))
+
+    def test_a_cell_without_numbers_has_the_reason(self):
+        text = pager.tables(self.RECORDS, ["plain", "file"], {("file", "LU"): pager.TooSlow("over 60 s")})
+        self.assertIn("| LU | 1 (1 to 2) | over 60 s |", text)
 
 
 class TestCommandLine(unittest.TestCase):
