@@ -1,8 +1,8 @@
 /* The programs of `bench/peers pager`: access patterns and whole programs over anonymous memory.
  *
- *   pager --memory BYTES --accesses N PROGRAM...   runs the programs and prints a JSON line for each
- *   pager text BYTES                               prints text, the same at every call
- *   pager spin                                     computes until its parent ends
+ *   pager --memory BYTES --accesses N PROGRAM...  runs the programs, a JSON line for each
+ *   pager text BYTES                              prints text, the same at every call
+ *   pager spin                                    computes until its parent ends
  *
  * Each page of the data is half random and half one repeated word, so it compresses to a half. All
  * numbers come from generators with fixed seeds: a checksum depends only on the program and its
@@ -38,7 +38,7 @@ static size_t pages;
 static size_t cursor;
 static uint32_t times[TIMES_MAX];
 
-/* --- generators and clocks ---------------------------------------------------------------------- */
+/* --- generators and clocks -------------------------------------------------------------------- */
 
 /* SplitMix64: the next number of a sequence. */
 static uint64_t next_random(uint64_t *state) {
@@ -81,7 +81,7 @@ static void *map(size_t bytes) {
     return memory;
 }
 
-/* --- access patterns ---------------------------------------------------------------------------- */
+/* --- access patterns -------------------------------------------------------------------------- */
 
 typedef enum { READ, WRITE, MODIFY } Operation;
 
@@ -230,7 +230,7 @@ static void fill_data(void) {
     }
 }
 
-/* --- whole programs ----------------------------------------------------------------------------- */
+/* --- whole programs --------------------------------------------------------------------------- */
 
 /* STREAM's triad, a = b + s c, over three arrays. */
 static void run_triad(const char *program) {
@@ -330,7 +330,7 @@ static void run_lu(const char *program) {
     print_whole(program, ns, hash_of(a, n * n * 8));
 }
 
-/* --- text and load ------------------------------------------------------------------------------ */
+/* --- text and load ---------------------------------------------------------------------------- */
 
 /* Prints lines of words. Words are drawn from 4096, small numbers more often. */
 static void print_text(size_t bytes) {
@@ -357,7 +357,7 @@ static void spin(void) {
     for (volatile uint64_t turns = 0;; turns++) {}
 }
 
-/* --- command line ------------------------------------------------------------------------------- */
+/* --- command line ----------------------------------------------------------------------------- */
 
 static size_t number_of(const char *text) {
     char *end;

@@ -92,7 +92,7 @@ class FakeKernel(swap.Kernel):
             self.put("/proc/swaps", swaps.replace(line, ""))
 
     def state(self):
-        """Whatever a run must restore: devices, their states, swaps, cgroups."""
+        """The state that a run must restore: devices, their states, swaps, cgroups."""
         devices = {name: super(FakeKernel, self).read(f"/sys/block/{name}/initstate")
                    for name in os.listdir(self.path("/sys/block"))}
         return devices, super().read("/proc/swaps"), sorted(os.listdir(self.path("/sys/fs/cgroup/memory")))

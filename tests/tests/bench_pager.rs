@@ -1,5 +1,5 @@
-//! `bench/peers pager`: the script's own tests, and its programs, whose checksums must not depend on
-//! the system that holds their memory.
+//! `bench/peers pager`: the script's own tests, and its programs, whose checksums must not depend
+//! on the system that holds their memory.
 
 use std::path::Path;
 use std::process::Command;

@@ -120,7 +120,8 @@ impl fmt::Display for RunSummary {
         let ms = |seconds: f64| thousands((seconds * 1e3).round() as u64);
         write!(
             f,
-            "  memory node   {:>9} ms   of control CPU, {} ms of the NIC thread, which slept {} times",
+            "  memory node   {:>9} ms   of control CPU, {} ms of the NIC thread, which slept {} \
+             times",
             ms(self.control_cpu_s),
             ms(self.nic_cpu_s),
             thousands(self.nic_sleeps)

@@ -459,8 +459,8 @@ impl fmt::Display for Summary {
         let FaultParts { read, evict, map } = self.fault_parts_us();
         writeln!(
             f,
-            "    of it       {read:>9.1} us   waiting for READs, {map:.1} us mapping, {evict:.1} us \
-             evicting"
+            "    of it       {read:>9.1} us   waiting for READs, {map:.1} us mapping, {evict:.1} \
+             us evicting"
         )?;
         writeln!(
             f,

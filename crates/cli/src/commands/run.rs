@@ -190,8 +190,8 @@ fn nodes(pool: &PoolAddress) -> &[Address] {
     }
 }
 
-/// Status of the pool: the last node's, with CPU times and sleeps summed over all nodes; the default for file
-/// and memory stores.
+/// Status of the pool: the last node's, with CPU times and sleeps summed over all nodes; the
+/// default for file and memory stores.
 fn pool_status(pool: &PoolAddress) -> anyhow::Result<Status> {
     let mut status = Status::default();
     for address in nodes(pool) {
