@@ -22,8 +22,9 @@ Access patterns touch one word of each page; `modify` loads it and then stores i
 for LU's numbers and first-touch's pages, which are nearly empty. Times of whole programs are of the computation alone,
 but for sort and python3, which count from start to end.
 
-With a tight limit the kernel's reclaim may find no page and kill a program; its cell says it. Such cells, and those of
-programs beyond --time-limit, do not make the command fail.
+With a tight limit the kernel's reclaim may fail although swap is free. Cgroup v1 then stops the program, and the limit
+is raised for a moment, which the output counts. Cgroup v2 kills the program, and its cell shows that. Such cells, and
+those of programs beyond --time-limit, do not make the command fail.
 
 Every second round uses the reverse order. A ratio is of two numbers of one round. The tables have the median, minimum
 and maximum of the rounds.
@@ -228,9 +229,11 @@ class Bench:
             device = swap.swap_on_zram(self.kernel, system.removeprefix("zram-"), size)
         with device:
             try:
-                return job.parse(*run_process(job.command, self.time_limit, self.limit.enter)[:3])
+                with self.limit.rescued() as rescues:
+                    records = job.parse(*run_process(job.command, self.time_limit, self.limit.enter)[:3])
             finally:
                 self.limit.empty()
+        return [{**record, "rescues": len(rescues)} for record in records]
 
     def run_granary(self, job):
         counters = os.path.join(self.directory, "stats.json")
@@ -285,7 +288,7 @@ def measure(bench, jobs, systems, rounds, progress=show_progress):
                 except (Failed, swap.Unavailable, OSError, ValueError, KeyError) as why:
                     failed[system, job.name] = why
                     continue
-                records += [{"system": system, "round": turn, **record} for record in got]
+                records += [{"system": system, "job": job.name, "round": turn, **record} for record in got]
     progress("")
     return records, failed
 
@@ -394,6 +397,20 @@ def counter_table(records):
     return [*lines, ""]
 
 
+def rescue_lines(records):
+    """Names the runs in which the kernel's reclaim failed, so that they had a little more memory for a moment."""
+    found = {}
+    for record in records:
+        if record.get("rescues"):
+            rounds = found.setdefault((record["system"], record["job"]), {})
+            rounds[record["round"]] = record["rescues"]
+    if not found:
+        return []
+    cases = [f"{job} on {system} ({cell(list(rounds.values()))} times)" for (system, job), rounds in found.items()]
+    return [f"Reclaim failed, and the limit was raised by {swap.RESCUE >> 10} KiB at a time for a moment: "
+            f"{'; '.join(cases)}.", ""]
+
+
 def tables(records, systems, failed={}):
     numbers = Numbers(record for record in records if "stats" not in record)
     lines = []
@@ -404,7 +421,7 @@ def tables(records, systems, failed={}):
         ("Whole programs, s", WHOLE, "seconds"),
     ):
         lines += table(numbers, title, programs, systems, name, failed)
-    return "\n".join(lines + counter_table(records))
+    return "\n".join(lines + rescue_lines(records) + counter_table(records))
 
 
 def cpu_seconds():

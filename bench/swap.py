@@ -9,10 +9,13 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 
 # The name of the cgroup begins with it.
 CGROUP = "granary-peers"
+# Bytes by which the limit is raised for a moment.
+RESCUE = 256 << 10
 # Signals that end a measurement early.
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 # The largest priority: the kernel uses this swap before any other swap of the machine.
@@ -113,6 +116,45 @@ class Limit:
     def set(self, limit_bytes):
         name = "memory.limit_in_bytes" if self.version == 1 else "memory.max"
         self.kernel.write(f"{self.directory}/{name}", limit_bytes)
+        self.bytes = limit_bytes
+        if self.version == 1:
+            # Reclaim that finds no page stops the process until `rescued` continues it.
+            self.kernel.write(f"{self.directory}/memory.oom_control", 1)
+
+    @contextlib.contextmanager
+    def rescued(self):
+        """Continues processes for which reclaim has failed. Gives a list whose length is their number.
+
+        With classic LRU lists reclaim fails at times in a cgroup that thrashes although swap is free, and the kernel
+        kills a process. Version 1 can stop the process instead; raising the limit for a moment continues it.
+        """
+        rescues, ended = [], threading.Event()
+        if self.version != 1:
+            yield rescues
+            return
+        thread = threading.Thread(target=self.rescue, args=(rescues, ended))
+        with undisturbed():
+            # The thread takes no signals.
+            thread.start()
+        try:
+            yield rescues
+        finally:
+            ended.set()
+            thread.join()
+
+    def rescue(self, rescues, ended):
+        limit, raised = f"{self.directory}/memory.limit_in_bytes", 0
+        while not ended.wait(0.01):
+            if "under_oom 1" in self.kernel.read(f"{self.directory}/memory.oom_control"):
+                rescues.append(time.monotonic())
+                # Only a larger limit than before continues the process.
+                raised += RESCUE
+                self.kernel.write(limit, self.bytes + raised)
+            elif raised:
+                # Fails as long as reclaim fails.
+                with contextlib.suppress(Unavailable):
+                    self.kernel.write(limit, self.bytes)
+                    raised = 0
 
     def enter(self):
         """For `preexec_fn` of a new process."""

@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import unittest
 
 sys.dont_write_bytecode = True
@@ -129,6 +130,23 @@ class TestLimit(WithKernel):
             self.assertEqual(kernel.read(f"{limit.directory}/memory.limit_in_bytes"), str(5 << 20))
             self.assertNotEqual(kernel.state(), before)
         self.assertEqual(kernel.state(), before)
+
+    def test_a_stopped_process_gets_memory_for_a_moment(self):
+        kernel = self.kernel()
+        with contextlib.ExitStack() as undo:
+            limit = swap.Limit(kernel, undo)
+            limit.set(5 << 20)
+            files = [f"{limit.directory}/memory.{name}" for name in ("oom_control", "limit_in_bytes")]
+            self.assertEqual(kernel.read(files[0]), "1", "the process is stopped, not killed")
+            kernel.put(files[0], "oom_kill_disable 1\nunder_oom 1\n")
+            with limit.rescued() as rescues:
+                # Larger each time: an equal limit continues no process.
+                while int(kernel.read(files[1]) or 0) < (5 << 20) + 2 * swap.RESCUE:
+                    time.sleep(0.001)
+                kernel.put(files[0], "oom_kill_disable 1\nunder_oom 0\n")
+                while kernel.read(files[1]) != str(5 << 20):
+                    time.sleep(0.001)
+            self.assertGreaterEqual(len(rescues), 2)
 
     def test_version_2_takes_back_the_controller_that_it_has_enabled(self):
         kernel = self.kernel(mounts=V2)
@@ -260,6 +278,11 @@ class TestTables(unittest.TestCase):
         self.assertIn("| LU | 1 (1 to 2) | 5 (3 to 12) | 2 (2 to 3) |", text)
         self.assertTrue(text.rstrip().endswith("| 0.4 (0.25 to 0.667) | 0.25 (0.1 to 0.5) |"), text)
         self.assertNotIn("zram", pager.tables(self.RECORDS, ["plain", "granary"]))
+
+    def test_rescues_are_shown(self):
+        record = {**self.RECORDS[1], "job": "LU", "rescues": 4}
+        self.assertIn("LU on zram-lzo-rle (4 (4 to 4) times)", pager.tables([record], ["plain", pager.ZRAM]))
+        self.assertNotIn("Reclaim failed", pager.tables(self.RECORDS, ["plain", pager.ZRAM]))
 
     def test_different_checksums_are_reported(self):
         self.assertEqual(pager.differences(self.RECORDS), [])
