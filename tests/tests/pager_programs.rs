@@ -31,6 +31,8 @@ over_each_node![
     threads_share_paged_memory,
     system_calls_reach_paged_buffers,
     mappings_are_changed_as_the_kernel_would,
+    memory_at_addresses_of_the_programs_choice,
+    advice_does_not_change_memory,
 ];
 
 /// The size for `make test` or for `make test-full`.
@@ -224,6 +226,14 @@ fn system_calls_reach_paged_buffers(node: NodeKind) {
 
 fn mappings_are_changed_as_the_kernel_would(node: NodeKind) {
     self_checking(node, "mappings", include_str!("pager_programs/mappings.c"), "data");
+}
+
+fn memory_at_addresses_of_the_programs_choice(node: NodeKind) {
+    self_checking(node, "extents", include_str!("pager_programs/extents.c"), "data");
+}
+
+fn advice_does_not_change_memory(node: NodeKind) {
+    self_checking(node, "advice", include_str!("pager_programs/advice.c"), "data");
 }
 
 /// Runs a C program that checks itself. `argument` is a number, or the name of a file in the

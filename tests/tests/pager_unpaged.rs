@@ -1,5 +1,6 @@
 //! Memory that the pager does not page: `granary run` reports its amount and kind. Also memory that
-//! the pager must page: small mappings, and those of Ruby's garbage collector.
+//! the pager must page: small mappings, static variables, mappings at addresses of the program's
+//! choice, and those of Ruby's garbage collector.
 
 use granary_tests::pager::{Outcome, assert_same_within, plain};
 use granary_tests::run::{NodeKind, Paged, Site};
@@ -44,19 +45,13 @@ fn memory_by_raw_system_calls_is_reported() {
 }
 
 #[test]
-fn memory_at_fixed_addresses_is_reported() {
-    is_reported("fixed", "in mappings by raw system calls, at fixed addresses or too large");
-}
-
-/// The reservation is larger than the pager's region, so the kernel's own mmap serves it.
-#[test]
-fn reservation_larger_than_the_region_is_reported() {
-    is_reported("vast", "in mappings by raw system calls, at fixed addresses or too large");
+fn executable_mappings_are_reported() {
+    is_reported("executable", "in mappings by raw system calls or with execute access");
 }
 
 #[test]
-fn large_bss_is_reported() {
-    is_reported("bss", "in .data, .bss");
+fn large_data_is_reported() {
+    is_reported("data", "in .data, .bss");
 }
 
 #[test]
@@ -120,6 +115,22 @@ fn is_paged(kind: &str) {
 #[test]
 fn small_mappings_are_paged() {
     is_paged("small");
+}
+
+#[test]
+fn memory_at_fixed_addresses_is_paged() {
+    is_paged("fixed");
+}
+
+/// The reservation is larger than the pager's region.
+#[test]
+fn reservation_larger_than_the_region_is_paged() {
+    is_paged("vast");
+}
+
+#[test]
+fn large_bss_is_paged() {
+    is_paged("bss");
 }
 
 #[test]

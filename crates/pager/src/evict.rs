@@ -49,6 +49,7 @@ impl Pager {
         loop {
             let evictor_wakes = self.evictor_wakes.load(Ordering::Acquire);
             self.free_emptied_chunks();
+            self.take_out_advised(&mut evictor);
             self.help_fork();
             let mut idle_rounds = 0;
             while self.limit - self.resident().min(self.limit) < self.high_water() {
@@ -113,10 +114,7 @@ impl Evictor {
         pager: &Pager,
         unreadable: std::sync::MutexGuard<'_, RangeSet>,
     ) -> u32 {
-        while pager.staging.dirty() + 2 * BATCH > pager.staging.len() {
-            self.write_back(pager);
-        }
-        self.taken.clear();
+        self.begin(pager);
         let limit = pager.limit as usize * 2;
         {
             let mut residency = pager.residency();
@@ -139,6 +137,36 @@ impl Evictor {
                 }
             }
         }
+        self.evict_taken(pager, unreadable)
+    }
+
+    /// Evicts the pages of a range that are resident.
+    pub(crate) fn take_out(&mut self, pager: &Pager, pages: std::ops::Range<u32>) {
+        let mut pages = pages.map(PageId).peekable();
+        while pages.peek().is_some() {
+            let unreadable = pager.evict_lock();
+            self.begin(pager);
+            let admit = |e: Entry| e.state() == State::Resident && !e.is_pinned();
+            let resident = |page| Some((page, pager.table.try_lock(page, admit)?));
+            self.taken.extend(pages.by_ref().filter_map(resident).take(BATCH as usize));
+            self.evict_taken(pager, unreadable);
+        }
+    }
+
+    /// Begins a batch without pages, and makes sure that there are frames for one.
+    fn begin(&mut self, pager: &Pager) {
+        while pager.staging.dirty() + 2 * BATCH > pager.staging.len() {
+            self.write_back(pager);
+        }
+        self.taken.clear();
+    }
+
+    /// Evicts the BUSY pages in `taken` and returns how many are no longer resident.
+    fn evict_taken(
+        &mut self,
+        pager: &Pager,
+        unreadable: std::sync::MutexGuard<'_, RangeSet>,
+    ) -> u32 {
         self.taken.sort_unstable_by_key(|(page, _)| page.0);
         self.after.clear();
         self.after.resize(self.taken.len(), None);

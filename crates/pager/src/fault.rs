@@ -142,7 +142,7 @@ impl Pager {
 impl Handler<'_> {
     fn missing(&mut self, fault: Fault) {
         let pager = self.pager;
-        let page = pager.region.page(fault.address);
+        let Some(page) = self.page_of(&fault) else { return };
         if pager.is_own_thread(fault.thread) && pager.table.load(page).is_busy() {
             // The program dropped the page by a raw system call while the evictor was copying it.
             // SAFETY: a page of the region that the kernel has just reported missing.
@@ -151,7 +151,7 @@ impl Handler<'_> {
         }
         let max = READ_FRAMES.min(pager.limit / 16).max(1);
         let forks = pager.forks.is_forking_thread(fault.thread);
-        let window = if forks { 1 } else { pager.streams().0.window(fault.thread, page, max) };
+        let window = if forks { 1 } else { pager.window(fault.thread, page, max) };
         let room = match forks {
             true => pager.take_room_over_limit(),
             false => pager.wait_for_room(window, &mut self.evictor),
@@ -164,6 +164,10 @@ impl Handler<'_> {
             pager.give_room(room);
             return;
         };
+        if !self.is_still_at(&fault, page, first) {
+            pager.give_room(room);
+            return;
+        }
         self.batch.clear();
         self.batch.push((page, first));
         let outcome = match first.state() {
@@ -188,6 +192,33 @@ impl Handler<'_> {
             pager.streams().0.served(fault.thread, page, window, mapped);
         }
         pager.give_room(room - mapped);
+    }
+
+    /// Returns the page of a fault. Without one, the program has unmapped the memory since: the
+    /// thread is woken, and its next access ends it or finds other memory.
+    fn page_of(&self, fault: &Fault) -> Option<PageId> {
+        let page = self.pager.region.find(fault.address);
+        if page.is_none() {
+            self.wake_at(fault);
+        }
+        page
+    }
+
+    /// Returns true if a page that is BUSY now is still at the address of the fault. If not, the
+    /// page is released and the thread is woken.
+    fn is_still_at(&self, fault: &Fault, page: PageId, entry: Entry) -> bool {
+        if self.pager.region.find(fault.address) == Some(page) {
+            return true;
+        }
+        self.pager.settle(page, entry);
+        self.wake_at(fault);
+        false
+    }
+
+    fn wake_at(&self, fault: &Fault) {
+        if let Err(error) = self.pager.uffd.wake(fault.address, PAGE_BYTES) {
+            self.pager.fatal("wake a thread at an address that is no longer paged", &error);
+        }
     }
 
     /// Extends the batch by the following pages that are in the same state, up to `room` pages.
@@ -363,9 +394,12 @@ impl Handler<'_> {
     /// become dirty too if the thread's earlier write faults were consecutive up to here.
     fn write_protected(&mut self, fault: Fault) {
         let pager = self.pager;
-        let page = pager.region.page(fault.address);
+        let Some(page) = self.page_of(&fault) else { return };
         let window = pager.streams().1.window(fault.thread, page, READ_FRAMES);
         let Some(first) = pager.table.lock_or_wait(page) else { return };
+        if !self.is_still_at(&fault, page, first) {
+            return;
+        }
         if first.state() != State::Resident {
             pager.settle(page, first);
             pager.wake(page, 1);

@@ -15,8 +15,9 @@
 //! [`page_table`] records where each page's content is. [`fault`] brings pages in; [`evict`] takes
 //! them out through [`staging`], in the order of the queue in [`residency`]. [`slots`] allocates
 //! the pages' places in the chunks of a [`transport`]. [`mapping`] implements the program's
-//! `munmap`, `mremap`, `madvise` and `mprotect` on the region, and [`fork`] gives forked children
-//! their pages.
+//! `mmap`, `munmap` and `mprotect` on paged memory, [`advice`] its `madvise`, and [`fork`] gives
+//! forked children their pages. [`extent`] is paged memory outside of the region, at addresses that
+//! the program chose.
 //!
 //! # Resident memory
 //! `GRANARY_LOCAL` bounds the resident pages of the region and the staging area together, at all
@@ -29,19 +30,25 @@
 //! - A process made by a raw `fork` or `clone` system call (not through libc) has no pager of its
 //!   own.
 
+pub mod advice;
 pub mod config;
 pub mod descriptor;
 pub mod errno;
 pub mod evict;
+pub mod extent;
+mod extent_mapping;
 pub mod fault;
 pub mod fork;
+mod latch;
 pub mod mapping;
 pub mod metrics;
 mod node_sockets;
 pub mod page_table;
 mod pager;
 pub mod pool_transport;
+mod presence;
 pub mod region;
+mod remap;
 pub mod residency;
 pub mod run;
 mod seal;

@@ -1,6 +1,8 @@
-//! The `mmap` family on the region: map, unmap, protect, advise and remap.
+//! The `mmap` family on paged memory: map, unmap and protect. [`crate::remap`] has `mremap`, and
+//! [`crate::advice`] has `madvise`.
 //!
-//! The region stays mapped. A mapping of the program is a change of protection within it. Pages
+//! The region stays mapped. A mapping of the program is a change of protection within it. An
+//! [extent](crate::extent) is mapped and unmapped in the kernel ([`crate::extent_mapping`]). Pages
 //! that are unmapped, dropped by advice, or replaced by another mapping lose their frames and slots
 //! here. A chunk is freed with its last slot.
 //!
@@ -16,7 +18,7 @@ use crate::errno::{MOVED, NEEDS_PROMOTION};
 use crate::evict::slot_to_free;
 use crate::page_table::{Entry, PageId, State};
 use crate::pager::Pager;
-use crate::region::{RangeSet, Space};
+use crate::region::{Piece, RangeSet, Space};
 use crate::slots::SlotId;
 use crate::staging::FrameId;
 use crate::sys::{self, PAGE_BYTES, PAGE_SHIFT, SignalsBlocked};
@@ -53,19 +55,15 @@ pub struct MapRequest {
     pub offset: i64,
 }
 
-const MAP_FIXED_NOREPLACE: i32 = 0x10_0000;
-const UNPAGEABLE_FLAGS: i32 = libc::MAP_FIXED
-    | MAP_FIXED_NOREPLACE
-    | libc::MAP_SHARED
-    | libc::MAP_STACK
-    | libc::MAP_GROWSDOWN
-    | libc::MAP_HUGETLB
-    | libc::MAP_LOCKED
-    | libc::MAP_32BIT;
+pub(crate) const MAP_FIXED_NOREPLACE: i32 = 0x10_0000;
+const UNPAGEABLE_FLAGS: i32 =
+    libc::MAP_SHARED | libc::MAP_STACK | libc::MAP_GROWSDOWN | libc::MAP_HUGETLB | libc::MAP_LOCKED;
+/// Address hints below this address are followed: programs want addresses that fit in few bits
+/// there (a JVM's compressed pointers). Other hints are only a preference of the program.
+const LOW_HINT: usize = 64 << 30;
 
 impl MapRequest {
-    /// Returns true if the pager serves such a mapping: private, anonymous, not executable, at any
-    /// address.
+    /// Returns true if the pager serves such a mapping: private, anonymous, not executable.
     ///
     /// There is no minimum size. Garbage collectors map their heap page by page (Ruby 3.1: 32 KiB
     /// at a time, of which 16 KiB stay mapped), and gigabytes of small mappings would stay
@@ -78,23 +76,28 @@ impl MapRequest {
             && self.len > 0
     }
 
-    /// Returns true if the program chooses the address.
+    /// Returns true if the program determines the address.
     pub fn is_fixed(&self) -> bool {
         self.flags & (libc::MAP_FIXED | MAP_FIXED_NOREPLACE) != 0
     }
 
-    fn to_kernel(self) -> Result<usize, Errno> {
+    /// Returns true if the program needs a low address, although it does not determine the address.
+    fn wants_low_address(&self) -> bool {
+        self.flags & libc::MAP_32BIT != 0 || (1..LOW_HINT).contains(&self.address)
+    }
+
+    pub(crate) fn to_kernel(self) -> Result<usize, Errno> {
         // SAFETY: the program's own request, unchanged.
         unsafe { sys::mmap(self.address, self.len, self.prot, self.flags, self.fd, self.offset) }
             .map_err(errno)
     }
 }
 
-fn errno(error: std::io::Error) -> Errno {
+pub(crate) fn errno(error: std::io::Error) -> Errno {
     error.raw_os_error().unwrap_or(libc::EIO)
 }
 
-fn pages_of(len: usize) -> Result<u32, Errno> {
+pub(crate) fn pages_of(len: usize) -> Result<u32, Errno> {
     u32::try_from(len.div_ceil(PAGE_BYTES)).map_err(|_| libc::ENOMEM)
 }
 
@@ -104,43 +107,103 @@ impl Pager {
     /// # Errors
     /// `ENOMEM` if no free range is large enough.
     pub fn map(&self, len: usize, prot: i32) -> Result<usize, Errno> {
+        self.map_near(0, len, prot)
+    }
+
+    /// Maps zeroed memory in the region: at the address `hint` if the pages there are free.
+    fn map_near(&self, hint: usize, len: usize, prot: i32) -> Result<usize, Errno> {
         if len == 0 {
             return Err(libc::EINVAL);
         }
         let pages = pages_of(len)?;
         let _blocked = SignalsBlocked::new();
         let mut space = self.space()?;
-        let range = space.free.find_last(pages).ok_or(libc::ENOMEM)?;
+        let hinted = self.region.clip(hint, len).filter(|range| {
+            hint.is_multiple_of(PAGE_BYTES)
+                && range.len() == pages as usize
+                && space.free.contains_all(range.clone())
+        });
+        let range = hinted.or_else(|| space.free.find_last(pages)).ok_or(libc::ENOMEM)?;
         self.set_protection(range.clone(), prot)?;
         space.free.remove(range.clone());
         Ok(self.region.address(PageId(range.start)))
     }
 
-    /// Maps at a fixed address that lies in the region, wholly or partly.
+    /// Maps memory as the program requests: private anonymous memory anywhere, or other memory over
+    /// paged memory.
+    ///
+    /// # Errors
+    /// Those of `mmap(2)`.
+    pub fn map_request(&self, request: MapRequest) -> Result<usize, Errno> {
+        if request.len == 0 {
+            return Err(libc::EINVAL);
+        }
+        if request.is_fixed() {
+            return self.map_fixed(request);
+        }
+        if request.wants_low_address() {
+            let mapped = self.map_outside(request)?;
+            if request.flags & libc::MAP_32BIT != 0 || mapped == request.address {
+                return Ok(mapped);
+            }
+            self.unmap(mapped, request.len)?;
+        }
+        match self.map_near(request.address, request.len, request.prot) {
+            // Larger than the free part of the region (MariaDB reserves 8 TiB).
+            Err(libc::ENOMEM) => self.map_outside(request),
+            mapped => mapped,
+        }
+    }
+
+    /// Maps at a fixed address.
+    ///
+    /// # Errors
+    /// Those of `mmap(2)`.
     pub fn map_fixed(&self, request: MapRequest) -> Result<usize, Errno> {
-        let Some(range) = self.region.clip(request.address, request.len) else {
-            return request.to_kernel();
-        };
-        let whole = self.region.address(PageId(range.start)) == request.address
-            && range.len() == request.len.div_ceil(PAGE_BYTES);
+        if !request.address.is_multiple_of(PAGE_BYTES) {
+            return Err(libc::EINVAL);
+        }
         let _blocked = SignalsBlocked::new();
         let mut space = self.space()?;
-        if request.flags & MAP_FIXED_NOREPLACE != 0 && !space.free.contains_all(range.clone()) {
-            return Err(libc::EEXIST);
-        }
         let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         let special = libc::MAP_SHARED | libc::MAP_GROWSDOWN | libc::MAP_HUGETLB;
-        if whole && request.flags & anonymous == anonymous && request.flags & special == 0 {
+        let anonymous = request.flags & anonymous == anonymous && request.flags & special == 0;
+        let keeps = request.flags & MAP_FIXED_NOREPLACE != 0;
+        let pieces = self.region.pieces(request.address, request.len);
+        if keeps {
+            let free = |piece: &Piece| match piece {
+                Piece::Paged(range) => space.free.contains_all(range.clone()),
+                Piece::Other(..) => true,
+            };
+            if !pieces.iter().all(free) {
+                return Err(libc::EEXIST);
+            }
+        }
+        if let [Piece::Paged(range)] = &pieces[..]
+            && anonymous
+        {
             self.reclaim_foreign(&mut space, range.clone())?;
             self.drop_pages(range.clone());
+            self.reset_key(&mut space, range.clone())?;
             self.set_protection(range.clone(), request.prot)?;
             self.keep_from_children(&mut space, range.clone(), false)?;
-            space.free.remove(range);
+            self.advice.forget(range.clone());
+            space.free.remove(range.clone());
             return Ok(request.address);
         }
+        let Some(range) = self.region.clip(request.address, request.len) else {
+            return match request.is_pageable() {
+                true => self.map_outside_in(&mut space, request),
+                false => self.replace_extents(&mut space, request.address, request.len, || {
+                    request.to_kernel()
+                }),
+            };
+        };
         self.drop_pages(range.clone());
         let flags = request.flags & !MAP_FIXED_NOREPLACE | libc::MAP_FIXED;
-        let mapped = MapRequest { flags, ..request }.to_kernel()?;
+        let request = MapRequest { flags, ..request };
+        let mapped =
+            self.replace_extents(&mut space, request.address, request.len, || request.to_kernel())?;
         space.free.remove(range.clone());
         self.forget_protection(range.clone());
         space.foreign.insert(range);
@@ -152,18 +215,23 @@ impl Pager {
         if !address.is_multiple_of(PAGE_BYTES) || len == 0 {
             return Err(libc::EINVAL);
         }
-        let range = self.region.clip(address, len);
-        for (start, len) in self.outside(address, len) {
-            // SAFETY: the program unmaps the range.
-            unsafe { sys::munmap(start, len) }.map_err(errno)?;
-        }
-        let Some(range) = range else { return Ok(()) };
         let _blocked = SignalsBlocked::new();
         let mut space = self.space()?;
-        self.unmap_pages(&mut space, range)
+        let (base, top) = (self.region.base(), self.region.base() + self.region.len());
+        let end = address.saturating_add(len);
+        for (start, end) in [(address, end.min(base)), (address.max(top), end)] {
+            if start < end {
+                self.unmap_outside(&mut space, start, end - start)?;
+            }
+        }
+        match self.region.clip(address, len) {
+            Some(range) => self.unmap_pages(&mut space, range),
+            None => Ok(()),
+        }
     }
 
-    fn unmap_pages(&self, space: &mut Space, range: Range<u32>) -> Result<(), Errno> {
+    /// Unmaps pages of the region.
+    pub(crate) fn unmap_pages(&self, space: &mut Space, range: Range<u32>) -> Result<(), Errno> {
         self.reclaim_foreign(space, range.clone())?;
         let start = self.region.address(PageId(range.start));
         {
@@ -175,134 +243,107 @@ impl Pager {
             unreadable.insert(range.clone());
         }
         self.drop_pages(range.clone());
+        self.reset_key(space, range.clone())?;
         self.forget_protection(range.clone());
         self.keep_from_children(space, range.clone(), false)?;
+        self.advice.forget(range.clone());
         space.free.insert(range);
         Ok(())
     }
 
     /// Changes the protection of a range.
+    ///
+    /// # Errors
+    /// Those of `mprotect(2)`.
     pub fn protect(&self, address: usize, len: usize, prot: i32) -> Result<(), Errno> {
-        for (start, len) in self.outside(address, len) {
-            // SAFETY: the program's own request.
-            unsafe { sys::mprotect(start, len, prot) }.map_err(errno)?;
-        }
-        let Some(range) = self.region.clip(address, len) else { return Ok(()) };
-        let _blocked = SignalsBlocked::new();
-        let space = self.space()?;
-        if !space.free.overlap(range.clone()).is_empty() {
-            return Err(libc::ENOMEM);
-        }
-        self.set_protection(range, prot)
+        self.protect_by_key(address, len, prot, None)
     }
 
-    fn set_protection(&self, range: Range<u32>, prot: i32) -> Result<(), Errno> {
+    /// Changes the protection of a range, and its protection key if there is one.
+    ///
+    /// # Errors
+    /// Those of `pkey_mprotect(2)`.
+    pub fn protect_by_key(
+        &self,
+        address: usize,
+        len: usize,
+        prot: i32,
+        key: Option<i32>,
+    ) -> Result<(), Errno> {
+        if !address.is_multiple_of(PAGE_BYTES) {
+            return Err(libc::EINVAL);
+        }
+        let _blocked = SignalsBlocked::new();
+        let mut space = self.space()?;
+        for piece in self.region.pieces(address, len) {
+            match piece {
+                Piece::Other(start, len) => kernel_protect(start, len, prot, key)?,
+                Piece::Paged(range) if space.free.overlap(range.clone()).is_empty() => {
+                    self.set_key(&mut space, range, prot, key)?;
+                }
+                Piece::Paged(_) => return Err(libc::ENOMEM),
+            }
+        }
+        Ok(())
+    }
+
+    /// Sets the protection of pages with consecutive addresses, which have no protection key.
+    pub(crate) fn set_protection(&self, range: Range<u32>, prot: i32) -> Result<(), Errno> {
         let start = self.region.address(PageId(range.start));
         let mut unreadable = self.evict_lock();
-        // SAFETY: the program's own request. The evictor, which reads these pages, is excluded, and
-        // `unreadable` is updated before it continues.
-        unsafe { sys::mprotect(start, range.len() << PAGE_SHIFT, prot) }.map_err(errno)?;
+        // The evictor, which reads these pages, is excluded, and `unreadable` is updated before it
+        // continues.
+        kernel_protect(start, range.len() << PAGE_SHIFT, prot, None)?;
         if prot & libc::PROT_READ != 0 {
-            unreadable.remove(range);
+            unreadable.remove(range)
+        } else {
+            unreadable.insert(range)
+        }
+        Ok(())
+    }
+
+    /// As [`Pager::set_protection`], for pages that have a key or get one. The pager's threads may
+    /// have no right to read pages with another key than 0.
+    fn set_key(
+        &self,
+        space: &mut Space,
+        range: Range<u32>,
+        prot: i32,
+        key: Option<i32>,
+    ) -> Result<(), Errno> {
+        let start = self.region.address(PageId(range.start));
+        let mut unreadable = self.evict_lock();
+        kernel_protect(start, range.len() << PAGE_SHIFT, prot, key)?;
+        match key {
+            None => {}
+            Some(0) => space.keyed.remove(range.clone()),
+            Some(_) => space.keyed.insert(range.clone()),
+        }
+        if prot & libc::PROT_READ != 0 {
+            unreadable.remove(range.clone());
+            space.keyed.overlap(range).into_iter().for_each(|part| unreadable.insert(part));
         } else {
             unreadable.insert(range);
         }
         Ok(())
     }
 
-    fn forget_protection(&self, range: Range<u32>) {
+    /// Removes the protection keys of pages that the program unmaps or maps again.
+    fn reset_key(&self, space: &mut Space, range: Range<u32>) -> Result<(), Errno> {
+        for part in space.keyed.overlap(range) {
+            let start = self.region.address(PageId(part.start));
+            kernel_protect(start, part.len() << PAGE_SHIFT, libc::PROT_NONE, Some(0))?;
+            space.keyed.remove(part);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn forget_protection(&self, range: Range<u32>) {
         self.evict_lock().remove(range);
     }
 
-    /// Applies advice. Advice that drops pages is done by the pager. Advice on residency is
-    /// accepted and ignored, because the pager decides which pages are resident.
-    pub fn advise(&self, address: usize, len: usize, advice: i32) -> Result<(), Errno> {
-        const MADV_COLD: i32 = 20;
-        const MADV_PAGEOUT: i32 = 21;
-        const MADV_DONTNEED_LOCKED: i32 = 24;
-        const MADV_POPULATE_READ: i32 = 22;
-        const MADV_POPULATE_WRITE: i32 = 23;
-        let paged = self.region.clip(address, len);
-        // Advice that the pager does not know may drop pages without the pager's knowledge, as
-        // MADV_GUARD_INSTALL (Linux 6.13) does. Programs handle EINVAL, because older kernels
-        // return it too. MADV_WIPEONFORK is refused because the child would still receive pages
-        // that are not resident.
-        let is_known = matches!(
-            advice,
-            libc::MADV_NORMAL
-                ..=libc::MADV_DONTNEED
-                    | libc::MADV_FREE
-                    | libc::MADV_DONTFORK
-                    | libc::MADV_DOFORK
-                    | libc::MADV_MERGEABLE
-                    | libc::MADV_UNMERGEABLE
-                    | libc::MADV_HUGEPAGE
-                    | libc::MADV_NOHUGEPAGE
-                    | libc::MADV_DONTDUMP
-                    | libc::MADV_DODUMP
-                    | libc::MADV_KEEPONFORK
-                    | MADV_COLD
-                    | MADV_PAGEOUT
-                    | MADV_POPULATE_READ
-                    | MADV_POPULATE_WRITE
-                    | MADV_DONTNEED_LOCKED
-        );
-        if let Some(range) = paged.clone().filter(|_| !is_known) {
-            let _blocked = SignalsBlocked::new();
-            let foreign = self.space()?.foreign.overlap(range.clone());
-            if foreign.iter().map(|part| part.len()).sum::<usize>() < range.len() {
-                return Err(libc::EINVAL);
-            }
-        }
-        for (start, len) in self.outside(address, len) {
-            // SAFETY: the program's own request.
-            unsafe { sys::madvise(start, len, advice) }.map_err(errno)?;
-        }
-        let Some(range) = paged else { return Ok(()) };
-        match advice {
-            libc::MADV_DONTNEED | libc::MADV_FREE | MADV_DONTNEED_LOCKED => {
-                let _blocked = SignalsBlocked::new();
-                let space = self.space()?;
-                for part in space.foreign.overlap(range.clone()) {
-                    let start = self.region.address(PageId(part.start));
-                    // SAFETY: the program's own request, on a mapping that is not paged.
-                    unsafe { sys::madvise(start, part.len() << PAGE_SHIFT, advice) }
-                        .map_err(errno)?;
-                }
-                self.drop_pages(range);
-                Ok(())
-            }
-            libc::MADV_NORMAL
-            | libc::MADV_RANDOM
-            | libc::MADV_SEQUENTIAL
-            | libc::MADV_WILLNEED
-            | libc::MADV_HUGEPAGE
-            | libc::MADV_NOHUGEPAGE
-            | libc::MADV_MERGEABLE
-            | libc::MADV_UNMERGEABLE
-            | MADV_COLD
-            | MADV_PAGEOUT => Ok(()),
-            libc::MADV_DONTFORK | libc::MADV_DOFORK => {
-                let _blocked = SignalsBlocked::new();
-                let mut space = self.space()?;
-                for part in space.foreign.overlap(range.clone()) {
-                    let start = self.region.address(PageId(part.start));
-                    // SAFETY: the program's own request, on a mapping that is not paged.
-                    unsafe { sys::madvise(start, part.len() << PAGE_SHIFT, advice) }
-                        .map_err(errno)?;
-                }
-                self.keep_from_children(&mut space, range, advice == libc::MADV_DONTFORK)
-            }
-            other => {
-                let start = self.region.address(PageId(range.start));
-                // SAFETY: the program's own request; other known advice drops nothing.
-                unsafe { sys::madvise(start, range.len() << PAGE_SHIFT, other) }.map_err(errno)
-            }
-        }
-    }
-
     /// Sets whether forked children get the pager's own pages of a range: not if `kept`.
-    fn keep_from_children(
+    pub(crate) fn keep_from_children(
         &self,
         space: &mut Space,
         range: Range<u32>,
@@ -330,167 +371,21 @@ impl Pager {
         Ok(())
     }
 
-    /// Returns the parts of the region that a forked child gets and must register, as addresses and
-    /// bytes.
+    /// Returns the parts of paged memory that a forked child gets and must register, as addresses
+    /// and bytes.
     pub(crate) fn parts_for_children(&self, space: &Space) -> Vec<(usize, usize)> {
-        let parts = space.for_children(0..self.region.pages()).into_iter();
+        let all = self.region.all_numbers().into_iter();
+        let parts = all.flat_map(|numbers| space.for_children(numbers));
         let address = |page| self.region.address(PageId(page));
         parts.map(|part| (address(part.start), part.len() << PAGE_SHIFT)).collect()
     }
 
-    /// Resizes or moves a mapping that begins in the region.
-    pub fn remap(
-        &self,
-        address: usize,
-        old_len: usize,
-        new_len: usize,
-        flags: i32,
-        new_address: usize,
-    ) -> Result<usize, Errno> {
-        if !address.is_multiple_of(PAGE_BYTES) || new_len == 0 || old_len == 0 {
-            return Err(libc::EINVAL);
-        }
-        let (old, new) = (pages_of(old_len)?, pages_of(new_len)?);
-        if new > self.region.pages() {
-            return Err(libc::ENOMEM);
-        }
-        let Some(range) = self.region.clip(address, old_len) else { return Err(libc::EFAULT) };
-        let _blocked = SignalsBlocked::new();
-        let mut space = self.space()?;
-        if range.len() as u32 != old || !space.free.overlap(range.clone()).is_empty() {
-            return Err(libc::EFAULT);
-        }
-        if !space.foreign.overlap(range.clone()).is_empty() {
-            // Part of the range is a foreign mapping. Moving it would leave a hole that the pager
-            // does not own.
-            return Err(libc::EINVAL);
-        }
-        let fixed = flags & libc::MREMAP_FIXED != 0;
-        if !fixed && new <= old {
-            if new < old {
-                self.unmap_pages(&mut space, range.start + new..range.end)?;
-            }
-            return Ok(address);
-        }
-        if self.forks.is_light() {
-            // A light child's page server finds pages by their address, so a light child cannot
-            // move them.
-            return Err(NEEDS_PROMOTION);
-        }
-        let prot = if self.evict_lock().contains(range.start) {
-            libc::PROT_NONE
-        } else {
-            libc::PROT_READ | libc::PROT_WRITE
-        };
-        let more = range.end..range.start + new;
-        if !fixed && space.free.contains_all(more.clone()) {
-            self.set_protection(more.clone(), prot)?;
-            space.free.remove(more);
-            return Ok(address);
-        }
-        if flags & libc::MREMAP_MAYMOVE == 0 {
-            return Err(libc::ENOMEM);
-        }
-        let target = if fixed {
-            match self.region.clip(new_address, new_len) {
-                Some(target)
-                    if target.len() as u32 == new && new_address.is_multiple_of(PAGE_BYTES) =>
-                {
-                    self.reclaim_foreign(&mut space, target.clone())?;
-                    self.drop_pages(target.clone());
-                    target
-                }
-                // The target lies outside of the region, where pages cannot be paged. No known
-                // program needs this.
-                _ => return Err(libc::EINVAL),
-            }
-        } else {
-            space.free.find_last(new).ok_or(libc::ENOMEM)?
-        };
-        if target.start < range.end && range.start < target.end {
-            return Err(libc::EINVAL);
-        }
-        self.set_protection(target.clone(), prot)?;
-        space.free.remove(target.clone());
-        let evict_lock = self.evict_lock();
-        for page in 0..old.min(new) {
-            self.move_page(PageId(range.start + page), PageId(target.start + page));
-        }
-        drop(evict_lock);
-        const MREMAP_DONTUNMAP: i32 = 4;
-        if flags & MREMAP_DONTUNMAP != 0 {
-            self.drop_pages(range);
-        } else {
-            self.unmap_pages(&mut space, range)?;
-        }
-        Ok(self.region.address(PageId(target.start)))
-    }
-
-    /// Moves the content of a page to another. Both have the same protection, and `evict_lock` is
-    /// held.
-    fn move_page(&self, from: PageId, to: PageId) {
-        if self.table.load(from) == Entry::ABSENT {
-            return;
-        }
-        let entry = self.table.lock(from);
-        self.lock_absent(to);
-        let moved = match entry.state() {
-            State::Absent => entry,
-            State::Remote => Entry::remote(entry.slot().expect("a remote page has a slot")),
-            State::Staged => {
-                let frame = entry.frame().expect("a staged page has a frame");
-                self.staging.set_page(FrameId(frame), to);
-                entry
-            }
-            State::Resident => {
-                let (source, target) = (self.region.address(from), self.region.address(to));
-                // SAFETY: a resident page and an absent one, both BUSY by this thread. The source
-                // is dropped after it has been copied; its room passes to the target.
-                let done = unsafe {
-                    self.uffd
-                        .copy_without_wake(target, source, PAGE_BYTES, false)
-                        .map(drop)
-                        .and_then(|()| sys::madvise(source, PAGE_BYTES, libc::MADV_DONTNEED))
-                };
-                if let Err(error) = done {
-                    self.fatal("move a page for mremap", &error);
-                }
-                self.residency().push(&self.table, to, 1);
-                Entry::dirty(entry.slot())
-            }
-        };
-        self.settle(to, moved);
-        self.settle(from, Entry::ABSENT);
-    }
-
-    /// Sets a page of a move's target BUSY and makes sure that it is absent.
-    ///
-    /// Since the target was dropped, read-ahead of the mapping below may have filled the page with
-    /// zeros: the kernel merges neighbouring mappings, and the handler checks only the page table.
-    fn lock_absent(&self, page: PageId) {
-        loop {
-            let entry = self.table.lock(page);
-            if entry.state() == State::Absent {
-                return;
-            }
-            let room = self.drop_run(&[(page, entry)]);
-            self.give_room(room);
-        }
-    }
-
-    /// Returns the parts of a range that lie outside of the region, as addresses and bytes.
-    fn outside(&self, address: usize, len: usize) -> Vec<(usize, usize)> {
-        let end = address.saturating_add(len);
-        let (base, top) = (self.region.base(), self.region.base() + self.region.len());
-        [(address, end.min(base)), (address.max(top), end)]
-            .into_iter()
-            .filter(|(start, end)| start < end)
-            .map(|(start, end)| (start, end - start))
-            .collect()
-    }
-
     /// Replaces the foreign mappings of a range by empty, registered memory of the region.
-    fn reclaim_foreign(&self, space: &mut Space, range: Range<u32>) -> Result<(), Errno> {
+    pub(crate) fn reclaim_foreign(
+        &self,
+        space: &mut Space,
+        range: Range<u32>,
+    ) -> Result<(), Errno> {
         let parts = space.foreign.overlap(range);
         if self.forks.is_light() && !parts.is_empty() {
             return Err(NEEDS_PROMOTION);
@@ -515,7 +410,7 @@ impl Pager {
     }
 
     /// Drops the content of pages, which read as zeros afterwards. `space` is locked.
-    fn drop_pages(&self, range: Range<u32>) {
+    pub(crate) fn drop_pages(&self, range: Range<u32>) {
         if self.forks.is_light() {
             self.forks.drop_in_child(self, range);
             return;
@@ -543,9 +438,8 @@ impl Pager {
     }
 
     /// Drops a contiguous run of BUSY pages and returns how many were resident.
-    fn drop_run(&self, run: &[(PageId, Entry)]) -> u32 {
-        let resident = |entry: Entry| entry.state() == State::Resident;
-        if run.iter().any(|&(_, entry)| resident(entry)) {
+    pub(crate) fn drop_run(&self, run: &[(PageId, Entry)]) -> u32 {
+        if run.iter().any(|&(_, entry)| entry.state() == State::Resident) {
             let start = self.region.address(run[0].0);
             // SAFETY: the program drops these pages, and they are BUSY by this thread.
             let done = unsafe { sys::madvise(start, run.len() * PAGE_BYTES, libc::MADV_DONTNEED) };
@@ -553,6 +447,12 @@ impl Pager {
                 self.fatal("drop pages", &error);
             }
         }
+        self.release_run(run)
+    }
+
+    /// Frees the frames and slots of BUSY pages, which become absent. Returns how many were
+    /// resident; the caller makes sure that the kernel drops these.
+    fn release_run(&self, run: &[(PageId, Entry)]) -> u32 {
         let mut freed: Vec<SlotId> = Vec::new();
         for &(page, entry) in run {
             match entry.state() {
@@ -573,11 +473,38 @@ impl Pager {
             }
             self.note_emptied(emptied);
         }
-        run.iter().filter(|&&(_, entry)| resident(entry)).count() as u32
+        run.iter().filter(|(_, entry)| entry.state() == State::Resident).count() as u32
+    }
+
+    /// Frees the frames and slots of pages that the kernel has unmapped. Returns how many were
+    /// resident.
+    pub(crate) fn release_pages(&self, range: Range<u32>) -> u32 {
+        let mut room = 0;
+        self.table.touched(range, |part| {
+            for page in part.map(PageId) {
+                let now = self.table.load(page);
+                if now.state() != State::Absent || now.is_busy() {
+                    room += self.release_run(&[(page, self.table.lock(page))]);
+                }
+            }
+        });
+        room
     }
 
     /// Returns true if the program may close `fd`, which is not one of the pager's descriptors.
     pub fn may_close(fd: i32) -> bool {
         !descriptor::is_ours(fd)
     }
+}
+
+fn kernel_protect(start: usize, len: usize, prot: i32, key: Option<i32>) -> Result<(), Errno> {
+    let (prot, key) = (prot as usize, key.map(|key| key as usize));
+    // SAFETY: the program's own request.
+    unsafe {
+        match key {
+            None => sys::system_call(libc::SYS_mprotect, [start, len, prot, 0, 0, 0]),
+            Some(key) => sys::system_call(libc::SYS_pkey_mprotect, [start, len, prot, key, 0, 0]),
+        }
+    }
+    .map(drop)
 }

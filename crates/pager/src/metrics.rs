@@ -65,6 +65,9 @@ rows! {
         .in_unit(Unit::Nanoseconds),
     FaultEvictNs: counter("pager_fault_evict_time", "Time in which faults evicted pages.")
         .in_unit(Unit::Nanoseconds),
+    Extents: gauge("pager_extents", "Paged mappings outside of the region."),
+    MappingsUnpaged: counter("pager_mappings_unpaged", "Mappings that had to stay unpaged."),
+    MappingsUnpagedBytes: bytes(counter("pager_mappings_unpaged", "Length of these mappings.")),
 }
 
 /// The declarations of all metrics of paged processes.

@@ -21,8 +21,10 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
 
+use crate::advice::AdviceMap;
 use crate::config::{self, Config, EXIT_PAGER, EXIT_POOL_GONE};
 use crate::errno::{Errno, MOVED};
+use crate::extent::set_fences;
 use crate::fork::inheritance::Inheritance;
 use crate::fork::state::Forks;
 use crate::node_sockets::Sockets;
@@ -91,9 +93,10 @@ pub(crate) struct PagerParts {
     pub unreadable: RangeSet,
     pub inheritance: Option<Inheritance>,
     pub sockets: Sockets,
+    pub advice: Arc<AdviceMap>,
 }
 
-/// A pager: one region, its pages, and the threads that move them.
+/// A pager: one region and the extents beside it, their pages, and the threads that move them.
 pub struct Pager {
     pub(crate) region: Region,
     pub(crate) config: Config,
@@ -105,6 +108,10 @@ pub struct Pager {
     pub(crate) slots: Mutex<Slots>,
     pub(crate) residency: Mutex<Residency>,
     space: Mutex<Space>,
+    /// Advice of the program on its accesses.
+    pub(crate) advice: Arc<AdviceMap>,
+    /// Pages that the program does not need soon, for the evictor.
+    pub(crate) advised_out: Mutex<Vec<Range<u32>>>,
     /// Pages that are mapped without PROT_READ. The evictor evicts only while it holds this lock,
     /// so another holder excludes eviction.
     evict_lock: Mutex<RangeSet>,
@@ -178,9 +185,18 @@ impl Pager {
                 .map_err(system("register the region with userfaultfd"))?;
         }
         let (space, unreadable) = (region.space(), RangeSet::default());
+        let advice = AdviceMap::new().map_err(system("map the table of advice"))?;
         let sockets = Sockets::open(&config.pool, !fork_events);
-        let parts =
-            PagerParts { uffd, fork_events, region, space, unreadable, inheritance: None, sockets };
+        let parts = PagerParts {
+            uffd,
+            fork_events,
+            region,
+            space,
+            unreadable,
+            inheritance: None,
+            sockets,
+            advice: Arc::new(advice),
+        };
         Self::assemble(config, transport, parts)
     }
 
@@ -194,10 +210,19 @@ impl Pager {
             let what = what.to_string();
             move |source| Error::System { what, source }
         };
-        let PagerParts { uffd, fork_events, region, space, unreadable, inheritance, sockets } =
-            parts;
+        let PagerParts {
+            uffd,
+            fork_events,
+            region,
+            space,
+            unreadable,
+            inheritance,
+            sockets,
+            advice,
+        } = parts;
         let table =
-            PageTable::new(region.pages() as usize).map_err(system("map the page table"))?;
+            PageTable::new(region.numbers() as usize).map_err(system("map the page table"))?;
+        set_fences(&table, &space.unused);
         let memory = transport.staging();
         // A forked child must not share the staging memory with the NIC.
         // SAFETY: changes only whether a fork copies the staging memory.
@@ -243,6 +268,8 @@ impl Pager {
             stats,
             residency: Mutex::default(),
             space: Mutex::new(space),
+            advice,
+            advised_out: Mutex::default(),
             evict_lock: Mutex::new(unreadable),
             region,
             emptied: Mutex::default(),
@@ -458,7 +485,8 @@ impl Pager {
 
     /// Wakes the threads that wait at `pages` pages from `page` on.
     pub(crate) fn wake(&self, page: PageId, pages: u32) {
-        let address = self.region.address(page);
+        // The threads that wait at unmapped pages were woken when the pages were unmapped.
+        let Some(address) = self.region.find_address(page) else { return };
         if let Err(error) = self.uffd.wake(address, pages as usize * PAGE_BYTES) {
             self.fatal("wake a thread that waits for a page", &error);
         }

@@ -10,7 +10,8 @@
 //!
 //! The region is private anonymous memory, reserved once and never unmapped. The program's mapping
 //! and unmapping only changes protections in it. The memory is private so that fork's copy-on-write
-//! stays correct.
+//! stays correct. Paged memory at other addresses consists of [extents](crate::extent), whose pages
+//! have the numbers after the region's.
 //!
 //! [`RangeSet`] is a set of page ranges. [`Space`] holds the sets of free pages, of foreign pages
 //! (which the program replaced by other mappings), and of pages that the program keeps from forked
@@ -19,7 +20,9 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 
+use crate::extent::{Extent, Extents};
 use crate::page_table::PageId;
 use crate::sys::{self, PAGE_BYTES, PAGE_SHIFT};
 
@@ -89,6 +92,23 @@ impl RangeSet {
         self.ranges.is_empty()
     }
 
+    /// Iterates over the ranges, ascending.
+    pub fn iter(&self) -> impl Iterator<Item = Range<u32>> + '_ {
+        self.ranges.iter().map(|(&start, &end)| start..end)
+    }
+
+    /// Returns the ranges of the set that overlap or touch `range`, whole, ascending.
+    pub fn touching(&self, range: Range<u32>) -> Vec<Range<u32>> {
+        let before = self.ranges.range(..range.start).next_back();
+        let from = self.ranges.range(range.start..=range.end);
+        before
+            .into_iter()
+            .chain(from)
+            .map(|(&start, &end)| start..end)
+            .filter(|part| part.end >= range.start)
+            .collect()
+    }
+
     /// Returns the highest range of `count` pages in the set.
     ///
     /// The kernel places mappings from the top down too. With this order, a program that maps twice
@@ -100,7 +120,7 @@ impl RangeSet {
     }
 }
 
-/// Allocation state of the region's pages.
+/// Allocation state of the pages.
 #[derive(Clone, Debug)]
 pub struct Space {
     /// Unmapped pages: PROT_NONE, absent.
@@ -109,6 +129,10 @@ pub struct Space {
     pub foreign: RangeSet,
     /// Pages that the program keeps from forked children (MADV_DONTFORK).
     pub unforked: RangeSet,
+    /// Pages with a protection key other than 0.
+    pub keyed: RangeSet,
+    /// Numbers after the region's pages that no extent has.
+    pub unused: RangeSet,
 }
 
 impl Space {
@@ -128,13 +152,27 @@ impl Space {
     }
 }
 
-/// The reserved address range.
+/// A part of a range of addresses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Piece {
+    /// Pages of the region or of an extent, with consecutive addresses.
+    Paged(Range<u32>),
+    /// Addresses of other memory: the first one, and the length in bytes.
+    Other(usize, usize),
+}
+
+/// The reserved address range, and the extents beside it.
 #[derive(Debug)]
 pub struct Region {
     base: usize,
     pages: u32,
     arena_pages: u32,
+    extents: Arc<Extents>,
 }
+
+/// Page numbers for extents, as a multiple of the region's pages. The page table needs only address
+/// space for them. With a region of 1 TiB, MariaDB's reservation of 8 TiB fits.
+const NUMBERS_PER_PAGE: u32 = 15;
 
 impl Region {
     /// Reserves `bytes` of address space. If a limit forbids this size, it is halved until the
@@ -157,7 +195,8 @@ impl Region {
                         let _ = sys::munmap(base + len, start + ALIGN - base);
                     }
                     let pages = (len >> PAGE_SHIFT) as u32;
-                    return Ok(Self { base, pages, arena_pages: pages / 2 });
+                    let extents = Arc::new(Extents::new()?);
+                    return Ok(Self { base, pages, arena_pages: pages / 2, extents });
                 }
                 Err(_) if len > SMALLEST => len /= 2,
                 Err(error) => return Err(error),
@@ -168,7 +207,36 @@ impl Region {
     /// Returns a second handle to the same region, for another pager of the same process. Neither
     /// is ever dropped.
     pub(crate) fn same(&self) -> Self {
-        Self { base: self.base, pages: self.pages, arena_pages: self.arena_pages }
+        Self {
+            base: self.base,
+            pages: self.pages,
+            arena_pages: self.arena_pages,
+            extents: self.extents.clone(),
+        }
+    }
+
+    /// Returns the extents.
+    pub fn extents(&self) -> &Extents {
+        &self.extents
+    }
+
+    /// Returns the number of page numbers, of the region and for extents together.
+    pub fn numbers(&self) -> u32 {
+        const LAST: u32 = u32::MAX - 4096;
+        self.pages.saturating_mul(1 + NUMBERS_PER_PAGE).min(LAST)
+    }
+
+    /// Returns the page numbers of the region and of each extent.
+    pub fn all_numbers(&self) -> Vec<Range<u32>> {
+        let extents = self.extents.all();
+        std::iter::once(0..self.pages).chain(extents.iter().map(Extent::numbers)).collect()
+    }
+
+    /// Returns the address ranges of the region and of each extent: first address and bytes.
+    pub fn all_addresses(&self) -> Vec<(usize, usize)> {
+        let extents = self.extents.all();
+        let extents = extents.iter().map(|extent| (extent.base, extent.len()));
+        std::iter::once((self.base, self.len())).chain(extents).collect()
     }
 
     /// Returns the first address.
@@ -205,23 +273,82 @@ impl Region {
     pub fn space(&self) -> Space {
         let mut free = RangeSet::default();
         free.insert(self.arena_pages..self.pages);
-        Space { free, foreign: RangeSet::default(), unforked: RangeSet::default() }
+        let mut unused = RangeSet::default();
+        unused.insert(self.pages..self.numbers());
+        let none = RangeSet::default;
+        Space { free, foreign: none(), unforked: none(), keyed: none(), unused }
     }
 
-    /// Returns true if the address is in the region.
+    /// Returns true if the address is paged.
     pub fn contains(&self, address: usize) -> bool {
-        address.wrapping_sub(self.base) < self.len()
+        self.find(address).is_some()
     }
 
-    /// Returns the page that contains an address of the region.
+    /// Returns the page that contains an address, or `None` if the address is not paged. Takes no
+    /// lock.
+    pub fn find(&self, address: usize) -> Option<PageId> {
+        let offset = address.wrapping_sub(self.base);
+        if offset < self.len() {
+            return Some(PageId((offset >> PAGE_SHIFT) as u32));
+        }
+        let extent = self.extents.at(address)?;
+        Some(PageId(extent.first + ((address - extent.base) >> PAGE_SHIFT) as u32))
+    }
+
+    /// Returns the page that contains an address of the region or an extent.
+    ///
+    /// # Panics
+    /// If the address is not paged.
     pub fn page(&self, address: usize) -> PageId {
-        assert!(self.contains(address), "{address:#x} is not in the region");
-        PageId(((address - self.base) >> PAGE_SHIFT) as u32)
+        self.find(address).unwrap_or_else(|| panic!("{address:#x} is not paged"))
+    }
+
+    /// Returns the address of a page, or `None` if the page belongs to no extent any more. Takes no
+    /// lock.
+    pub fn find_address(&self, page: PageId) -> Option<usize> {
+        if page.0 < self.pages {
+            return Some(self.base + ((page.0 as usize) << PAGE_SHIFT));
+        }
+        let extent = self.extents.of(page)?;
+        Some(extent.base + (((page.0 - extent.first) as usize) << PAGE_SHIFT))
     }
 
     /// Returns the address of a page.
+    ///
+    /// # Panics
+    /// If the page belongs to no extent. A page that is BUSY and not absent belongs to one.
     pub fn address(&self, page: PageId) -> usize {
-        self.base + ((page.0 as usize) << PAGE_SHIFT)
+        self.find_address(page).unwrap_or_else(|| panic!("page {} has no address", page.0))
+    }
+
+    /// Returns true if a part of `[address, address + len)` is paged.
+    pub fn overlaps(&self, address: usize, len: usize) -> bool {
+        self.clip(address, len).is_some()
+            || self.extents.overlap(&(address..address.saturating_add(len)))
+    }
+
+    /// Returns the parts of `[address, address + len)`, ascending by address.
+    pub fn pieces(&self, address: usize, len: usize) -> Vec<Piece> {
+        let end = address.saturating_add(len);
+        let extents = self.extents.parts(&(address..end));
+        let mut paged: Vec<(usize, Range<u32>)> =
+            extents.iter().map(|part| (part.base, part.numbers())).collect();
+        if let Some(range) = self.clip(address, len) {
+            paged.push((self.base + ((range.start as usize) << PAGE_SHIFT), range));
+        }
+        paged.sort_unstable_by_key(|&(start, _)| start);
+        let (mut pieces, mut at) = (Vec::new(), address);
+        for (start, range) in paged {
+            if at < start {
+                pieces.push(Piece::Other(at, start - at));
+            }
+            at = start + (range.len() << PAGE_SHIFT);
+            pieces.push(Piece::Paged(range));
+        }
+        if at < end {
+            pieces.push(Piece::Other(at, end - at));
+        }
+        pieces
     }
 
     /// Gives the kernel advice for an empty part of the region: small pages; not in core dumps,
@@ -235,8 +362,8 @@ impl Region {
         }
     }
 
-    /// Returns the pages that `[address, address + len)` overlaps, or `None` if the range lies
-    /// outside of the region.
+    /// Returns the pages of the region that `[address, address + len)` overlaps, or `None` if the
+    /// range lies outside of the region.
     pub fn clip(&self, address: usize, len: usize) -> Option<Range<u32>> {
         let start = address.max(self.base);
         let end = address.saturating_add(len).min(self.base + self.len());
@@ -282,13 +409,18 @@ mod tests {
                     (0..96).rfind(|&at| model[at..at + 5].iter().all(|&in_set| in_set))
                 );
                 prop_assert_eq!(set.contains_all(10..13), model[10..13].iter().all(|&m| m));
+                prop_assert!(set.iter().eq(ranges.iter().cloned()));
+                let touching: Vec<_> =
+                    ranges.iter().filter(|r| r.end >= 20 && r.start <= 30).cloned().collect();
+                prop_assert_eq!(set.touching(20..30), touching);
             }
         }
     }
 
     #[test]
     fn children_get_paged_ranges_without_dontfork() {
-        let region = Region { base: 0, pages: 100, arena_pages: 50 };
+        let extents = Arc::new(Extents::new().unwrap());
+        let region = Region { base: 0, pages: 100, arena_pages: 50, extents };
         let region = std::mem::ManuallyDrop::new(region);
         let mut space = region.space();
         assert_eq!(space.for_children(0..100), vec![0..100u32; 1]);
@@ -311,5 +443,36 @@ mod tests {
         assert_eq!(region.clip(region.base() + region.len() - 1, 100), {
             Some(region.pages() - 1..region.pages())
         });
+    }
+
+    #[test]
+    fn a_range_of_addresses_is_cut_at_the_region_and_at_extents() {
+        const PAGE: usize = PAGE_BYTES;
+        let extents = Arc::new(Extents::new().unwrap());
+        let region = Region { base: 100 * PAGE, pages: 10, arena_pages: 5, extents };
+        let region = std::mem::ManuallyDrop::new(region);
+        let extent = |base, pages, first| Extent { base: base * PAGE, pages, first };
+        let all = [extent(50, 4, 20), extent(110, 5, 60)];
+        region.extents().set_numbers(&all);
+        region.extents().set_addresses(&all);
+        use Piece::{Other, Paged};
+        assert_eq!(
+            region.pieces(48 * PAGE, 70 * PAGE),
+            [
+                Other(48 * PAGE, 2 * PAGE),
+                Paged(20..24),
+                Other(54 * PAGE, 46 * PAGE),
+                Paged(0..10),
+                Paged(60..65),
+                Other(115 * PAGE, 3 * PAGE),
+            ]
+        );
+        assert_eq!(region.pieces(111 * PAGE, PAGE), [Paged(61..62)]);
+        assert_eq!(region.pieces(PAGE, 7), [Other(PAGE, 7)]);
+        assert!(region.overlaps(53 * PAGE, 1) && !region.overlaps(54 * PAGE, PAGE));
+        assert_eq!(region.find(112 * PAGE + 9), Some(PageId(62)));
+        assert_eq!((region.find(54 * PAGE), region.find_address(PageId(24))), (None, None));
+        assert_eq!(region.address(PageId(62)), 112 * PAGE);
+        assert_eq!(region.all_numbers(), [0..10, 20..24, 60..65]);
     }
 }

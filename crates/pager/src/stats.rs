@@ -107,6 +107,12 @@ pub enum Counter {
     FaultReadNs,
     /// Of `FaultNs`, time in which faults evicted pages.
     FaultEvictNs,
+    /// Gauge: extents, paged memory outside of the region.
+    Extents,
+    /// Mappings that are not paged because there is no room for another extent.
+    MappingsUnpaged,
+    /// Bytes of address space of these mappings.
+    MappingsUnpagedBytes,
 }
 
 /// The live counters of this process.
@@ -298,10 +304,7 @@ impl fmt::Display for Unpaged {
             usage.bytes() as f64 / MIB
         )?;
         let mut kinds = [
-            (
-                usage.mapped,
-                "in mappings by raw system calls, at fixed addresses or too large for the region",
-            ),
+            (usage.mapped, "in mappings by raw system calls or with execute access"),
             (usage.heap, "in the brk heap"),
             (usage.files, "in .data, .bss and other private mappings of files"),
             (usage.stacks, "in stacks"),
@@ -506,6 +509,16 @@ impl fmt::Display for Summary {
             chunk / 1024,
             self.get(PoolChunks)
         )?;
+        if self.get(MappingsUnpaged) > 0 {
+            writeln!(
+                f,
+                "  no extent     {:>12}   mappings, of {:.1} MiB, are not paged: each process has \
+                 at most {} paged mappings outside of its region",
+                self.get(MappingsUnpaged),
+                mib(self.get(MappingsUnpagedBytes)),
+                crate::extent::EXTENTS_MAX
+            )?;
+        }
         if self.get(OverflowChunksPeak) > 0 {
             writeln!(
                 f,

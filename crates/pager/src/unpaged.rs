@@ -1,8 +1,8 @@
 //! Measurement of the program's resident memory that the pager does not page, by kind.
 //!
-//! The pager pages memory from `malloc` and from private anonymous `mmap` calls through libc. A
-//! program may have gigabytes of other memory: a Go runtime maps its heap by raw system calls,
-//! Fortran programs have a large `.bss`, and shared memory is not private. [`UnpagedUsage`] reports
+//! The pager pages memory from `malloc`, from private anonymous `mmap` calls through libc, and the
+//! `.bss` of the program. A program may have gigabytes of other memory: a Go runtime maps its heap
+//! by raw system calls, and shared memory is not private. [`UnpagedUsage`] reports
 //! it. It is read from `/proc/self/smaps`, for which the kernel walks the page tables. So the
 //! evictor, while it waits, reads the cheap `/proc/self/statm` at intervals, and reads `smaps` only
 //! when resident memory has changed by an eighth since the last measurement. The fault path takes
@@ -19,11 +19,11 @@ use crate::sys::{self, PAGE_BYTES};
 /// Resident bytes outside of the region, by kind. The pager's own memory is excluded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct UnpagedUsage {
-    /// Anonymous mappings: made by raw system calls, at fixed addresses, executable or locked.
+    /// Anonymous mappings: made by raw system calls, executable, locked or beyond the extents.
     pub mapped: u64,
     /// The heap of `brk`, which the preloaded `malloc` does not use.
     pub heap: u64,
-    /// Modified pages of private file mappings, including `.data` and `.bss`.
+    /// Modified pages of private file mappings, including `.data` and a small `.bss`.
     pub files: u64,
     /// Stacks.
     pub stacks: u64,

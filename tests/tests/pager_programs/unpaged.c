@@ -15,6 +15,7 @@
 #include "check.h"
 enum { PAGE = 4096, MIB = 1 << 20, KIB = 1 << 10 };
 static char bss[64 * MIB];
+static char data[64 * MIB] = {1};
 static size_t bytes;
 
 static void touch(char *at, size_t len) {
@@ -87,6 +88,10 @@ int main(int count, char **arguments) {
         CHECK(at != (char *)-1);
         touch(at, bytes);
     }
+    else if (!strcmp(kind, "executable"))
+        touch(map(bytes, PROT_READ | PROT_WRITE | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS, -1),
+            bytes);
+    else if (!strcmp(kind, "data")) { CHECK(bytes <= sizeof data); touch(data, bytes); }
     else if (!strcmp(kind, "bss")) { CHECK(bytes <= sizeof bss); touch(bss, bytes); }
     else if (!strcmp(kind, "stack")) {
         pthread_attr_t attributes;

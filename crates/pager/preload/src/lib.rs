@@ -9,6 +9,7 @@
 //! fault, or use the program's stdio.
 
 mod brk;
+mod bss;
 mod descriptors;
 mod direct;
 mod early;
@@ -102,6 +103,7 @@ fn start(config: &Config) -> Result<(), Error> {
         });
     }
     forks::register();
+    bss::adopt(pager);
     ARENA_OPEN.store(true, Ordering::Release);
     Ok(())
 }

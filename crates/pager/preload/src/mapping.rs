@@ -1,11 +1,11 @@
-//! The `mmap` family for the program: requests in the pager's region go to the pager, all others to
-//! the kernel.
+//! The `mmap` family for the program: requests for paged memory go to the pager, all others to the
+//! kernel.
 
-use std::ffi::c_void;
+use std::ffi::{c_int, c_uint, c_void};
 
 use pager::Pager;
 use pager::mapping::{MapRequest, with_current};
-use pager::sys::system_call;
+use pager::sys::{self, system_call};
 
 use crate::early::{self, set_errno};
 use crate::reentrancy::{ReentrancyGuard, is_reentrant};
@@ -32,9 +32,9 @@ fn answer_address(result: Result<usize, i32>) -> *mut c_void {
     }
 }
 
-/// Returns true if the range overlaps the pager's region.
+/// Returns true if a part of the range is paged.
 fn is_owned(address: usize, len: usize) -> bool {
-    crate::pager().is_some_and(|pager| pager.region().clip(address, len).is_some())
+    crate::pager().is_some_and(|pager| pager.region().overlaps(address, len))
 }
 
 /// Calls the pager and returns its result in the C library's form.
@@ -63,17 +63,9 @@ pub unsafe extern "C" fn mmap(
     offset: i64,
 ) -> *mut c_void {
     let request = MapRequest { address: address as usize, len, prot, flags, fd, offset };
-    if crate::pager().is_some() && request.is_pageable() && !is_reentrant() {
-        let _guard = ReentrancyGuard::new();
-        match with_current(|pager| pager.map(len, prot)) {
-            // The region has no room for the mapping (MariaDB reserves 8 TiB). The kernel maps it
-            // instead, unpaged.
-            None | Some(Err(libc::ENOMEM)) => {}
-            Some(mapped) => return answer_address(mapped),
-        }
-    }
-    if request.is_fixed() && is_owned(request.address, len) {
-        return paged_address(|pager| pager.map_fixed(request));
+    let is_paged = crate::pager().is_some() && request.is_pageable() && !is_reentrant();
+    if is_paged || request.is_fixed() && is_owned(request.address, len) {
+        return paged_address(|pager| pager.map_request(request));
     }
     // SAFETY: the program's own request.
     answer_address(unsafe {
@@ -128,6 +120,30 @@ pub unsafe extern "C" fn mprotect(address: *mut c_void, len: usize, prot: i32) -
     unsafe { early::kernel(libc::SYS_mprotect, [address, len, prot as usize, 0, 0, 0]) }
 }
 
+/// pkey_mprotect(2).
+///
+/// # Safety
+/// As in C.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pkey_mprotect(
+    address: *mut c_void,
+    len: usize,
+    prot: i32,
+    key: i32,
+) -> i32 {
+    if key == -1 {
+        // SAFETY: by the caller.
+        return unsafe { mprotect(address, len, prot) };
+    }
+    let address = address as usize;
+    if is_owned(address, len) {
+        return paged(|pager| pager.protect_by_key(address, len, prot, Some(key)));
+    }
+    let arguments = [address, len, prot as usize, key as usize, 0, 0];
+    // SAFETY: the program's own request.
+    unsafe { early::kernel(libc::SYS_pkey_mprotect, arguments) }
+}
+
 /// madvise(2).
 ///
 /// # Safety
@@ -142,6 +158,57 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, len: usize, advice: i32) 
     unsafe { early::kernel(libc::SYS_madvise, [address, len, advice as usize, 0, 0, 0]) }
 }
 
+/// process_madvise(2). Advice of a process to itself goes to the pager, other advice to the kernel.
+///
+/// # Safety
+/// As in C.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn process_madvise(
+    process: c_int,
+    ranges: *const libc::iovec,
+    count: usize,
+    advice: c_int,
+    flags: c_uint,
+) -> isize {
+    if crate::pager().is_none() || flags != 0 || !is_this_process(process) {
+        let (process, advice) = (process as usize, advice as usize);
+        let arguments = [process, ranges as usize, count, advice, flags as usize, 0];
+        // SAFETY: the program's own request.
+        return match unsafe { system_call(libc::SYS_process_madvise, arguments) } {
+            Ok(bytes) => bytes as isize,
+            Err(errno) => failed(errno) as isize,
+        };
+    }
+    let mut done = 0;
+    for at in 0..count {
+        // SAFETY: the program's array has `count` ranges.
+        let range = unsafe { ranges.add(at).read() };
+        // SAFETY: the program's own request.
+        if unsafe { madvise(range.iov_base, range.iov_len, advice) } != 0 {
+            return if done > 0 { done } else { -1 };
+        }
+        done += range.iov_len as isize;
+    }
+    done
+}
+
+/// Returns true if a descriptor of a process names the calling process.
+fn is_this_process(process: c_int) -> bool {
+    const SELF_THREAD: c_int = -10000;
+    const SELF_PROCESS: c_int = -10001;
+    if matches!(process, SELF_THREAD | SELF_PROCESS) {
+        return true;
+    }
+    let _guard = ReentrancyGuard::new();
+    // The kernel describes such a descriptor by a line with the id of its process.
+    let path = std::ffi::CString::new(format!("/proc/self/fdinfo/{process}"));
+    let Ok(Ok(file)) = path.map(|path| sys::open_own(&path)) else { return false };
+    let text = std::io::read_to_string(file).unwrap_or_default();
+    let mut lines = text.lines();
+    let id = lines.find_map(|line| line.strip_prefix("Pid:")?.trim().parse::<u32>().ok());
+    id == Some(std::process::id())
+}
+
 /// posix_madvise(3). Never drops pages, like glibc's.
 ///
 /// # Safety
@@ -149,8 +216,14 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, len: usize, advice: i32) 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn posix_madvise(address: *mut c_void, len: usize, advice: i32) -> i32 {
     const POSIX_MADV_DONTNEED: i32 = 4;
-    if advice == POSIX_MADV_DONTNEED || is_owned(address as usize, len) {
+    if advice == POSIX_MADV_DONTNEED {
         return 0;
+    }
+    if is_owned(address as usize, len) {
+        let _guard = ReentrancyGuard::new();
+        // All other advice has the number that madvise has for it.
+        let advised = with_current(|pager| pager.advise(address as usize, len, advice));
+        return advised.unwrap_or(Ok(())).err().unwrap_or(0);
     }
     // SAFETY: the program's own request.
     unsafe {
@@ -177,7 +250,7 @@ pub unsafe extern "C" fn mremap(
         return paged_address(|pager| pager.remap(address, old_len, new_len, flags, new_address));
     }
     if flags & libc::MREMAP_FIXED != 0 && is_owned(new_address, new_len) {
-        // A foreign mapping moved into the region would be unknown to the pager.
+        // A foreign mapping moved over paged memory would be unknown to the pager.
         return answer_address(Err(libc::EINVAL));
     }
     // SAFETY: the program's own request.

@@ -9,8 +9,11 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use super::channel::{self, Block, Message};
+use crate::extent::Extent;
 use crate::page_table::PageId;
+use crate::region::Region;
 use crate::slots::{Epoch, SlotId};
+use crate::sys::PAGE_SHIFT;
 use crate::uffd::Uffd;
 
 /// Pages that had slots at a fork, ascending, with their slots. Resident pages are included: the
@@ -36,6 +39,9 @@ pub(super) struct Child {
     /// Shared with children that this child makes while it is light. A superfluous block is
     /// harmless.
     pub touched: Rc<RefCell<Touched>>,
+    /// Extents at the fork, ascending by address. A light child does not change them; its parent
+    /// may.
+    pub extents: Arc<[Extent]>,
     pub pages_served: u32,
     pub promotion_requested: bool,
 }
@@ -47,6 +53,7 @@ impl Child {
         epoch: Epoch,
         snapshot: Arc<Snapshot>,
         touched: Touched,
+        extents: Arc<[Extent]>,
     ) -> Box<Self> {
         Box::new(Self {
             faults,
@@ -56,6 +63,7 @@ impl Child {
             snapshot,
             forks: None,
             touched: Rc::new(RefCell::new(touched)),
+            extents,
             pages_served: 0,
             promotion_requested: false,
         })
@@ -117,6 +125,16 @@ impl Child {
         {
             let _ = channel::send(notices.as_raw_fd(), Message::of(channel::PROMOTE), &[]);
         }
+    }
+
+    /// Returns the page that contains an address of the child, which has its parent's region.
+    pub fn page(&self, region: &Region, address: usize) -> Option<PageId> {
+        if region.clip(address, 1).is_some() {
+            return Some(region.page(address));
+        }
+        let at = self.extents.partition_point(|extent| extent.end() <= address);
+        let extent = self.extents.get(at).filter(|extent| extent.base <= address)?;
+        Some(PageId(extent.first + ((address - extent.base) >> PAGE_SHIFT) as u32))
     }
 
     /// Returns the slot of a page in the snapshot.

@@ -6,7 +6,6 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -17,10 +16,11 @@ use crate::config::{Config, EXIT_PAGER};
 use crate::descriptor;
 use crate::page_table::{Entry, PageId, State};
 use crate::pager::{INHERIT_FRAMES, Pager, PagerParts, current, set_current};
+use crate::presence::Presence;
 use crate::slots::SlotId;
 use crate::spawn::spawn;
 use crate::staging::FrameId;
-use crate::sys::{self, PAGE_BYTES};
+use crate::sys;
 use crate::transport::Lane;
 use crate::uffd::Uffd;
 use crate::unpaged::SAMPLE_MS_MIN;
@@ -110,6 +110,7 @@ impl Pager {
             unreadable: self.evict_lock().clone(),
             inheritance: Some(Inheritance::new(calls, server_calls)),
             sockets: self.sockets.clone(),
+            advice: self.advice.clone(),
         };
         let pager =
             Self::assemble(&self.config, transport, parts).unwrap_or_else(|error| fail(error));
@@ -128,8 +129,10 @@ impl Pager {
             promoted.fatal("start the threads of a forked child", &error);
         }
         // Threads that wait fault again; this thread serves their faults from now on.
-        if let Err(error) = promoted.uffd.wake(promoted.region.base(), promoted.region.len()) {
-            promoted.fatal("wake the threads of a forked child", &error);
+        for (start, len) in promoted.region.all_addresses() {
+            if let Err(error) = promoted.uffd.wake(start, len) {
+                promoted.fatal("wake the threads of a forked child", &error);
+            }
         }
         promoted.handler();
     }
@@ -141,24 +144,36 @@ impl Pager {
             self.fatal("read which pages a forked child has (/proc/self/pagemap)", &error)
         });
         let foreign = self.space().map(|space| space.foreign.clone()).unwrap_or_default();
+        let all = self.region.all_numbers();
         let (mut resident, mut inherited) = (0, 0);
         for block in blocks {
             let start = block.index as u32 * channel::BLOCK_PAGES;
-            let there = present
-                .block(self.region.address(PageId(start)))
-                .unwrap_or_else(|error| self.fatal("read which pages a forked child has", &error));
-            for at in 0..channel::BLOCK_PAGES {
-                let (page, bit) = (PageId(start + at), 1 << (at % 64));
-                if !foreign.is_empty() && foreign.contains(page.0) {
+            let end = start + channel::BLOCK_PAGES;
+            for numbers in &all {
+                let part = numbers.start.max(start)..numbers.end.min(end);
+                if part.is_empty() {
                     continue;
                 }
-                if there[at as usize / 64] & bit != 0 {
-                    self.enter_page(page, Entry::dirty(None));
-                    self.residency().push(&self.table, page, 1);
-                    resident += 1;
-                } else if block.bits[at as usize / 64] & bit != 0 {
-                    self.enter_page(page, Entry::remote(SlotId::inherited(page).0));
-                    inherited += 1;
+                let mut exists = [false; channel::BLOCK_PAGES as usize];
+                let address = self.region.address(PageId(part.start));
+                let existing = present.existing(address, part.len()).unwrap_or_else(|error| {
+                    self.fatal("read which pages a forked child has", &error)
+                });
+                existing.for_each(|index| exists[index as usize] = true);
+                for (page, exists) in part.zip(exists) {
+                    let at = page - start;
+                    if !foreign.is_empty() && foreign.contains(page) {
+                        continue;
+                    }
+                    if exists {
+                        self.enter_page(PageId(page), Entry::dirty(None));
+                        self.residency().push(&self.table, PageId(page), 1);
+                        resident += 1;
+                    } else if block.bits[at as usize / 64] & 1 << (at % 64) != 0 {
+                        let inherited_slot = SlotId::inherited(PageId(page));
+                        self.enter_page(PageId(page), Entry::remote(inherited_slot.0));
+                        inherited += 1;
+                    }
                 }
             }
         }
@@ -212,26 +227,11 @@ impl Pager {
             // A staged page with an inherited slot gets a slot of this pager when it is written
             // back.
             self.flush_staging(&self.evict_lock());
-            self.table.touched(0..self.region.pages(), |part| {
-                for page in part.map(PageId) {
-                    let inherited = |entry: Entry| {
-                        entry.slot().is_some_and(|slot| SlotId(slot).inherited_page().is_some())
-                    };
-                    let in_run = pages.last().is_none_or(|last| last.0 + 1 == page.0);
-                    if !in_run || pages.len() == INHERIT_FRAMES as usize {
-                        self.move_pages(&mut pages);
-                    }
-                    match self.table.try_lock(page, inherited) {
-                        Some(entry) if entry.state() == State::Remote => pages.push(page),
-                        Some(entry) => {
-                            // A resident page gets a slot of this pager when it is evicted.
-                            self.settle(page, Entry::dirty(None));
-                            self.slots_free_inherited(entry);
-                        }
-                        None => {}
-                    }
-                }
-            });
+            for numbers in self.region.all_numbers() {
+                self.table.touched(numbers, |part| {
+                    part.map(PageId).for_each(|page| self.move_inherited_page(page, &mut pages));
+                });
+            }
             self.move_pages(&mut pages);
             // Pages that other threads have BUSY are tried again in the next round.
             std::thread::yield_now();
@@ -243,6 +243,26 @@ impl Pager {
         }
         if let Some(inheritance) = &self.inheritance {
             inheritance.release();
+        }
+    }
+
+    /// Adds a page to the run `pages` if it is inherited and remote. The run before it is moved if
+    /// it is complete.
+    fn move_inherited_page(&self, page: PageId, pages: &mut Vec<PageId>) {
+        let inherited =
+            |entry: Entry| entry.slot().is_some_and(|slot| SlotId(slot).inherited_page().is_some());
+        let in_run = pages.last().is_none_or(|last| last.0 + 1 == page.0);
+        if !in_run || pages.len() == INHERIT_FRAMES as usize {
+            self.move_pages(pages);
+        }
+        match self.table.try_lock(page, inherited) {
+            Some(entry) if entry.state() == State::Remote => pages.push(page),
+            Some(entry) => {
+                // A resident page gets a slot of this pager when it is evicted.
+                self.settle(page, Entry::dirty(None));
+                self.slots_free_inherited(entry);
+            }
+            None => {}
         }
     }
 
@@ -276,34 +296,5 @@ impl Pager {
             self.settle(page, Entry::remote(slot.0));
             self.free_slot(SlotId::inherited(page));
         }
-    }
-}
-
-/// Tells which pages of this process exist: in memory, or swapped out by the kernel.
-pub(super) struct Presence(std::fs::File);
-
-impl Presence {
-    const PRESENT_OR_SWAPPED: u64 = 0b11 << 62;
-
-    /// Opens `/proc/self/pagemap`.
-    ///
-    /// # Errors
-    /// `/proc` is not mounted.
-    pub fn open() -> io::Result<Self> {
-        sys::open_own(c"/proc/self/pagemap").map(Self)
-    }
-
-    /// Returns the existing pages of a block, as bits.
-    pub fn block(&self, address: usize) -> io::Result<[u64; 8]> {
-        let mut entries = [0u8; channel::BLOCK_PAGES as usize * 8];
-        let at = (address / PAGE_BYTES * 8) as u64;
-        self.0.read_exact_at(&mut entries, at)?;
-        let mut bits = [0u64; 8];
-        for (index, entry) in entries.as_chunks::<8>().0.iter().enumerate() {
-            if u64::from_ne_bytes(*entry) & Self::PRESENT_OR_SWAPPED != 0 {
-                bits[index / 64] |= 1 << (index % 64);
-            }
-        }
-        Ok(bits)
     }
 }

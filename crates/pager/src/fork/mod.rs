@@ -166,7 +166,15 @@ impl Pager {
                 };
                 // The child sends the descriptor of its faults through the request socket.
                 let epoch = self.forks.epoch();
-                self.hand_to_server(Child::new(None, Some(channel), epoch, snapshot, touched));
+                let extents = self.region.extents().all().into();
+                self.hand_to_server(Child::new(
+                    None,
+                    Some(channel),
+                    epoch,
+                    snapshot,
+                    touched,
+                    extents,
+                ));
                 HANDED
             }
             _ => return,
@@ -313,17 +321,21 @@ impl Pager {
     /// staged page is equal to its slot.
     fn snapshot(&self) -> (Arc<Snapshot>, Touched) {
         let (mut snapshot, mut touched) = (Snapshot::new(), Touched::new());
-        self.table.touched(0..self.region.pages(), |part| {
-            touched.insert(part.start / channel::BLOCK_PAGES);
-            for page in part.map(PageId) {
-                let entry: Entry = self.table.load(page);
-                let slot = match entry.state() {
-                    State::Staged => entry.frame().and_then(|f| self.staging.slot(FrameId(f))),
-                    State::Remote | State::Resident | State::Absent => entry.slot().map(SlotId),
-                };
-                snapshot.extend(slot.map(|slot| (page, slot)));
-            }
-        });
+        let mut all = self.region.all_numbers();
+        all.sort_unstable_by_key(|numbers| numbers.start);
+        for numbers in all {
+            self.table.touched(numbers, |part| {
+                touched.insert(part.start / channel::BLOCK_PAGES);
+                for page in part.map(PageId) {
+                    let entry: Entry = self.table.load(page);
+                    let slot = match entry.state() {
+                        State::Staged => entry.frame().and_then(|f| self.staging.slot(FrameId(f))),
+                        State::Remote | State::Resident | State::Absent => entry.slot().map(SlotId),
+                    };
+                    snapshot.extend(slot.map(|slot| (page, slot)));
+                }
+            });
+        }
         (Arc::new(snapshot), touched)
     }
 
@@ -344,6 +356,8 @@ impl Pager {
 /// Follows a fork whose event the handler has read.
 pub(crate) fn follow(pager: &Arc<Pager>, faults: Uffd) {
     let channel = pager.server_ends();
+    // The forking thread holds `space`, so the extents are those of the child.
+    let extents = pager.region.extents().all().into();
     let (epoch, (snapshot, touched)) = {
         let evict_lock = pager.evict_lock();
         let epoch = if channel.is_none() {
@@ -365,6 +379,6 @@ pub(crate) fn follow(pager: &Arc<Pager>, faults: Uffd) {
         }
         _ => {}
     }
-    pager.hand_to_server(Child::new(Some(faults), channel, epoch, snapshot, touched));
+    pager.hand_to_server(Child::new(Some(faults), channel, epoch, snapshot, touched, extents));
     pager.fork_waits.store(false, Ordering::Release);
 }

@@ -260,9 +260,11 @@ impl<'a> PageServer<'a> {
     /// makes the children read their pages, so that the rest can be freed.
     fn orphan(&mut self) {
         self.orphaned = true;
-        let region = &self.pager.region;
-        // SAFETY: only the page server still runs in this memory, and it does not touch the region.
-        let _ = unsafe { sys::madvise(region.base(), region.len(), libc::MADV_DONTNEED) };
+        for (start, len) in self.pager.region.all_addresses() {
+            // SAFETY: only the page server still runs in this memory, and it does not touch paged
+            // memory.
+            let _ = unsafe { sys::madvise(start, len, libc::MADV_DONTNEED) };
+        }
         for at in 0..self.children.len() {
             self.notify_orphaned(at);
         }
@@ -318,6 +320,7 @@ impl<'a> PageServer<'a> {
             child.epoch,
             child.snapshot.clone(),
             Touched::new(),
+            child.extents.clone(),
         );
         grandchild.touched = child.touched.clone();
         grandchild.pages_served = child.pages_served;
@@ -415,7 +418,11 @@ impl<'a> PageServer<'a> {
     fn fault(&mut self, at: usize, fault: Fault) {
         let (pager, child) = (self.pager, &mut self.children[at]);
         let Some(faults) = &child.faults else { return };
-        let page = pager.region.page(fault.address);
+        let Some(page) = child.page(&pager.region, fault.address) else {
+            // The child has unmapped the memory: its thread finds that out when it is woken.
+            drop(faults.wake(fault.address, PAGE_BYTES));
+            return;
+        };
         if fault.write_protected {
             // SAFETY: memory of the child, whose faults this process serves.
             let _ = unsafe { faults.unprotect(fault.address, PAGE_BYTES, true) };

@@ -1,0 +1,316 @@
+//! `madvise` on paged memory.
+//!
+//! | advice | effect |
+//! | --- | --- |
+//! | DONTNEED, FREE | the pages are dropped at once |
+//! | WILLNEED | pages that are not resident are brought in, up to half of the bound |
+//! | SEQUENTIAL, RANDOM, NORMAL | recorded: long read-ahead, none, or the usual one |
+//! | COLD, PAGEOUT | the evictor takes the pages out soon |
+//! | DONTFORK, DOFORK | recorded, and passed to the kernel |
+//! | HUGEPAGE, MERGEABLE and their opposites | accepted and ignored |
+//! | MADV_WIPEONFORK and unknown advice | refused (`EINVAL`), as by an older kernel |
+
+use std::io;
+use std::ops::Range;
+
+use crate::errno::Errno;
+use crate::evict::Evictor;
+use crate::latch::{Item, Latch};
+use crate::mapping::errno;
+use crate::page_table::{PageId, State};
+use crate::pager::Pager;
+use crate::region::Piece;
+use crate::sys::{self, PAGE_BYTES, PAGE_SHIFT, SignalsBlocked};
+
+/// How the program says that it uses a page.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Access {
+    /// No advice.
+    #[default]
+    Normal,
+    /// In the order of addresses (MADV_SEQUENTIAL).
+    Sequential,
+    /// In no order (MADV_RANDOM).
+    Random,
+}
+
+/// Maximum number of ranges with advice. Advice for further ranges is ignored.
+const RANGES: usize = 1024;
+
+/// The advice on access, by ranges of pages. Read without a lock; changes need `space`.
+pub struct AdviceMap(Latch);
+
+impl std::fmt::Debug for AdviceMap {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(self.0.all()).finish()
+    }
+}
+
+impl AdviceMap {
+    /// Creates a map without advice.
+    pub fn new() -> io::Result<Self> {
+        Latch::new(RANGES).map(Self)
+    }
+
+    /// Returns the advice for a page.
+    pub fn of(&self, page: PageId) -> Access {
+        match self.0.find(u64::from(page.0)).map(|item| item.value) {
+            None => Access::Normal,
+            Some(value) if value == Access::Sequential as u64 => Access::Sequential,
+            Some(_) => Access::Random,
+        }
+    }
+
+    /// Sets the advice for a range.
+    pub(crate) fn set(&self, range: Range<u32>, access: Access) {
+        let (start, end) = (u64::from(range.start), u64::from(range.end));
+        if access == Access::Normal && !self.0.overlaps(&(start..end)) {
+            return;
+        }
+        let mut items: Vec<Item> = Vec::new();
+        for item in self.0.all() {
+            items.push(Item { end: item.end.min(start), ..item });
+            items.push(Item { start: item.start.max(end), ..item });
+        }
+        items.push(Item { start, end, value: access as u64 });
+        items.retain(|item| item.start < item.end && item.value != Access::Normal as u64);
+        items.sort_unstable_by_key(|item| item.start);
+        items.dedup_by(|next, last| {
+            let joined = last.end == next.start && last.value == next.value;
+            if joined {
+                last.end = next.end;
+            }
+            joined
+        });
+        if items.len() <= self.0.capacity() {
+            self.0.set(&items);
+        }
+    }
+
+    /// Removes the advice for a range that the program unmaps or maps again.
+    pub(crate) fn forget(&self, range: Range<u32>) {
+        self.set(range, Access::Normal);
+    }
+}
+
+const MADV_COLD: i32 = 20;
+const MADV_PAGEOUT: i32 = 21;
+const MADV_POPULATE_READ: i32 = 22;
+const MADV_POPULATE_WRITE: i32 = 23;
+const MADV_DONTNEED_LOCKED: i32 = 24;
+
+/// Returns true for advice that the pager knows.
+///
+/// Other advice may drop pages without the pager's knowledge, as MADV_GUARD_INSTALL (Linux 6.13)
+/// does. Programs handle EINVAL, because older kernels return it too. MADV_WIPEONFORK is refused
+/// because the child would still receive pages that are not resident.
+fn is_known(advice: i32) -> bool {
+    matches!(
+        advice,
+        libc::MADV_NORMAL
+            ..=libc::MADV_DONTNEED
+                | libc::MADV_FREE
+                | libc::MADV_DONTFORK
+                | libc::MADV_DOFORK
+                | libc::MADV_MERGEABLE
+                | libc::MADV_UNMERGEABLE
+                | libc::MADV_HUGEPAGE
+                | libc::MADV_NOHUGEPAGE
+                | libc::MADV_DONTDUMP
+                | libc::MADV_DODUMP
+                | libc::MADV_KEEPONFORK
+                | MADV_COLD
+                | MADV_PAGEOUT
+                | MADV_POPULATE_READ
+                | MADV_POPULATE_WRITE
+                | MADV_DONTNEED_LOCKED
+    )
+}
+
+fn kernel_advise(start: usize, len: usize, advice: i32) -> Result<(), Errno> {
+    // SAFETY: the program's own request, on memory that is not paged or with advice that drops
+    // nothing.
+    unsafe { sys::madvise(start, len, advice) }.map_err(errno)
+}
+
+impl Pager {
+    /// Applies advice.
+    ///
+    /// # Errors
+    /// Those of `madvise(2)`.
+    pub fn advise(&self, address: usize, len: usize, advice: i32) -> Result<(), Errno> {
+        if !address.is_multiple_of(PAGE_BYTES) {
+            return Err(libc::EINVAL);
+        }
+        let pieces = self.region.pieces(address, len);
+        if !is_known(advice) {
+            let _blocked = SignalsBlocked::new();
+            let space = self.space()?;
+            let is_foreign = |piece: &Piece| match piece {
+                Piece::Paged(range) => space.foreign.contains_all(range.clone()),
+                Piece::Other(..) => true,
+            };
+            if !pieces.iter().all(is_foreign) {
+                return Err(libc::EINVAL);
+            }
+        }
+        for piece in pieces {
+            match piece {
+                Piece::Other(start, len) => kernel_advise(start, len, advice)?,
+                Piece::Paged(range) => self.advise_pages(range, advice)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Applies advice to pages with consecutive addresses.
+    fn advise_pages(&self, range: Range<u32>, advice: i32) -> Result<(), Errno> {
+        let _blocked = SignalsBlocked::new();
+        let mut space = self.space()?;
+        let address = |page: u32| self.region.find_address(PageId(page)).ok_or(libc::ENOMEM);
+        let on_foreign = |foreign: Vec<Range<u32>>| {
+            foreign.into_iter().try_for_each(|part| {
+                kernel_advise(address(part.start)?, part.len() << PAGE_SHIFT, advice)
+            })
+        };
+        match advice {
+            libc::MADV_DONTNEED | libc::MADV_FREE | MADV_DONTNEED_LOCKED => {
+                on_foreign(space.foreign.overlap(range.clone()))?;
+                self.drop_pages(range);
+                Ok(())
+            }
+            libc::MADV_NORMAL | libc::MADV_RANDOM | libc::MADV_SEQUENTIAL => {
+                let access = match advice {
+                    libc::MADV_RANDOM => Access::Random,
+                    libc::MADV_SEQUENTIAL => Access::Sequential,
+                    _ => Access::Normal,
+                };
+                self.advice.set(range, access);
+                Ok(())
+            }
+            libc::MADV_WILLNEED => {
+                // The handler serves the faults of this call, and it may need `space`'s other
+                // holders to proceed.
+                drop(space);
+                self.prefetch(range);
+                Ok(())
+            }
+            MADV_COLD | MADV_PAGEOUT => {
+                drop(space);
+                if !self.forks.is_light() {
+                    self.advised_out
+                        .lock()
+                        .expect("no thread panics while it holds this lock")
+                        .push(range);
+                    self.wake_evictor(true);
+                }
+                Ok(())
+            }
+            libc::MADV_HUGEPAGE
+            | libc::MADV_NOHUGEPAGE
+            | libc::MADV_MERGEABLE
+            | libc::MADV_UNMERGEABLE => Ok(()),
+            libc::MADV_DONTFORK | libc::MADV_DOFORK => {
+                on_foreign(space.foreign.overlap(range.clone()))?;
+                self.keep_from_children(&mut space, range, advice == libc::MADV_DONTFORK)
+            }
+            other => {
+                let start = address(range.start)?;
+                drop(space);
+                kernel_advise(start, range.len() << PAGE_SHIFT, other)
+            }
+        }
+    }
+
+    /// Brings the pages of a range in that are not resident, in the order of addresses, up to half
+    /// of the bound. The handler serves the faults in long batches.
+    fn prefetch(&self, range: Range<u32>) {
+        let mut left = self.limit / 2;
+        if self.forks.is_light() {
+            return;
+        }
+        let mut runs: Vec<Range<u32>> = Vec::new();
+        self.table.touched(range, |part| {
+            for page in part {
+                let state = self.table.load(PageId(page)).state();
+                if left == 0 || !matches!(state, State::Remote | State::Staged) {
+                    continue;
+                }
+                left -= 1;
+                match runs.last_mut() {
+                    Some(run) if run.end == page => run.end += 1,
+                    _ => runs.push(page..page + 1),
+                }
+            }
+        });
+        for run in runs {
+            let Some(start) = self.region.find_address(PageId(run.start)) else { return };
+            // An error is ignored: advice need not have an effect. The range may have been unmapped
+            // or may have no access, and Linux before 5.14 does not know this advice.
+            let _ = kernel_advise(start, run.len() << PAGE_SHIFT, MADV_POPULATE_READ);
+        }
+    }
+
+    /// Takes out the pages of which the program has said that it does not need them soon.
+    pub(crate) fn take_out_advised(&self, evictor: &mut Evictor) {
+        let ranges = std::mem::take(
+            &mut *self.advised_out.lock().expect("no thread panics while it holds this lock"),
+        );
+        for range in ranges {
+            self.table.touched(range, |part| {
+                if !self.forks.is_asked() {
+                    evictor.take_out(self, part);
+                }
+            });
+        }
+    }
+
+    /// Returns how many pages the handler serves for a fault of `thread` at `page`, at most `max`.
+    pub(crate) fn window(&self, thread: u32, page: PageId, max: u32) -> u32 {
+        let window = self.streams().0.window(thread, page, max);
+        match self.advice.of(page) {
+            Access::Normal => window,
+            Access::Random => 1,
+            Access::Sequential => max,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn later_advice_replaces_earlier_advice() {
+        let advice = AdviceMap::new().unwrap();
+        let of = |page| advice.of(PageId(page));
+        advice.set(10..20, Access::Random);
+        advice.set(20..30, Access::Random);
+        assert_eq!(advice.0.len(), 1);
+        advice.set(14..16, Access::Sequential);
+        assert_eq!((of(9), of(10), of(13)), (Access::Normal, Access::Random, Access::Random));
+        assert_eq!(
+            (of(14), of(15), of(16)),
+            (Access::Sequential, Access::Sequential, Access::Random)
+        );
+        advice.forget(0..12);
+        advice.forget(29..100);
+        assert_eq!(
+            (of(11), of(12), of(28), of(29)),
+            (Access::Normal, Access::Random, Access::Random, Access::Normal)
+        );
+        advice.forget(0..100);
+        assert_eq!(advice.0.len(), 0);
+    }
+
+    #[test]
+    fn advice_for_too_many_ranges_is_ignored() {
+        let advice = AdviceMap::new().unwrap();
+        for range in 0..2 * RANGES as u32 {
+            advice.set(3 * range..3 * range + 1, Access::Random);
+        }
+        assert_eq!(advice.0.len(), RANGES);
+        assert_eq!(advice.of(PageId(0)), Access::Random);
+        assert_eq!(advice.of(PageId(3 * RANGES as u32)), Access::Normal);
+    }
+}

@@ -1,0 +1,193 @@
+//! `mremap` on paged memory.
+
+use crate::errno::{Errno, NEEDS_PROMOTION};
+use crate::mapping::{MapRequest, pages_of};
+use crate::page_table::{Entry, PageId, State};
+use crate::pager::Pager;
+use crate::region::Piece;
+use crate::staging::FrameId;
+use crate::sys::{self, PAGE_BYTES, SignalsBlocked};
+
+impl Pager {
+    /// Resizes or moves a mapping that begins in paged memory.
+    ///
+    /// # Errors
+    /// Those of `mremap(2)`. A mapping that is only partly paged cannot be moved (`EINVAL`).
+    pub fn remap(
+        &self,
+        address: usize,
+        old_len: usize,
+        new_len: usize,
+        flags: i32,
+        new_address: usize,
+    ) -> Result<usize, Errno> {
+        if !address.is_multiple_of(PAGE_BYTES) || new_len == 0 || old_len == 0 {
+            return Err(libc::EINVAL);
+        }
+        let (old, new) = (pages_of(old_len)?, pages_of(new_len)?);
+        if new > self.region.numbers() / 2 {
+            return Err(libc::ENOMEM);
+        }
+        let (old_bytes, new_bytes) = (old as usize * PAGE_BYTES, new as usize * PAGE_BYTES);
+        let _blocked = SignalsBlocked::new();
+        let mut space = self.space()?;
+        let pieces = self.region.pieces(address, old_bytes);
+        let [Piece::Paged(range)] = &pieces[..] else { return Err(libc::EFAULT) };
+        let range = range.clone();
+        let in_region = range.start < self.region.pages();
+        if !space.free.overlap(range.clone()).is_empty() {
+            return Err(libc::EFAULT);
+        }
+        if !space.foreign.overlap(range.clone()).is_empty() {
+            // Part of the range is a foreign mapping. Moving it would leave a hole that the pager
+            // does not own.
+            return Err(libc::EINVAL);
+        }
+        let fixed = flags & libc::MREMAP_FIXED != 0;
+        if !fixed && new <= old {
+            if new < old && in_region {
+                self.unmap_pages(&mut space, range.start + new..range.end)?;
+            } else if new < old {
+                self.unmap_outside(&mut space, address + new_bytes, old_bytes - new_bytes)?;
+            }
+            return Ok(address);
+        }
+        if self.forks.is_light() {
+            // A light child's page server finds pages by their address, so a light child cannot
+            // move them.
+            return Err(NEEDS_PROMOTION);
+        }
+        let prot = if self.evict_lock().contains(range.start) {
+            libc::PROT_NONE
+        } else {
+            libc::PROT_READ | libc::PROT_WRITE
+        };
+        let more = range.end..range.end.saturating_add(new.saturating_sub(old));
+        if !fixed && in_region && space.free.contains_all(more.clone()) {
+            self.set_protection(more.clone(), prot)?;
+            space.free.remove(more);
+            return Ok(address);
+        }
+        if flags & libc::MREMAP_MAYMOVE == 0 {
+            return Err(libc::ENOMEM);
+        }
+        let request = |address, flags| MapRequest {
+            address,
+            len: new_bytes,
+            prot,
+            flags: libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | flags,
+            fd: -1,
+            offset: 0,
+        };
+        let target = if fixed {
+            let meets = new_address < address + old_bytes && address < new_address + new_bytes;
+            if meets || !new_address.is_multiple_of(PAGE_BYTES) {
+                return Err(libc::EINVAL);
+            }
+            match self.region.clip(new_address, new_bytes) {
+                Some(target) if target.len() as u32 == new => {
+                    self.reclaim_foreign(&mut space, target.clone())?;
+                    self.drop_pages(target.clone());
+                    self.set_protection(target.clone(), prot)?;
+                    Some(target)
+                }
+                Some(_) => return Err(libc::EINVAL),
+                None => {
+                    self.map_outside_in(&mut space, request(new_address, libc::MAP_FIXED))?;
+                    None
+                }
+            }
+        } else if let Some(target) = space.free.find_last(new) {
+            self.set_protection(target.clone(), prot)?;
+            Some(target)
+        } else {
+            None
+        };
+        let target = match target {
+            Some(target) => {
+                space.free.remove(target.clone());
+                target
+            }
+            None => {
+                let at = match fixed {
+                    true => new_address,
+                    false => self.map_outside_in(&mut space, request(0, 0))?,
+                };
+                match &self.region.pieces(at, new_bytes)[..] {
+                    [Piece::Paged(target)] => target.clone(),
+                    _ => {
+                        // There is no room for another extent.
+                        self.unmap_outside(&mut space, at, new_bytes)?;
+                        return Err(libc::ENOMEM);
+                    }
+                }
+            }
+        };
+        let evict_lock = self.evict_lock();
+        for page in 0..old.min(new) {
+            self.move_page(PageId(range.start + page), PageId(target.start + page));
+        }
+        drop(evict_lock);
+        const MREMAP_DONTUNMAP: i32 = 4;
+        if flags & MREMAP_DONTUNMAP != 0 {
+            self.drop_pages(range);
+        } else if in_region {
+            self.unmap_pages(&mut space, range)?;
+        } else {
+            self.unmap_outside(&mut space, address, old_bytes)?;
+        }
+        Ok(self.region.address(PageId(target.start)))
+    }
+
+    /// Moves the content of a page to another. Both have the same protection, and `evict_lock` is
+    /// held.
+    fn move_page(&self, from: PageId, to: PageId) {
+        if self.table.load(from) == Entry::ABSENT {
+            return;
+        }
+        let entry = self.table.lock(from);
+        self.lock_absent(to);
+        let moved = match entry.state() {
+            State::Absent => entry,
+            State::Remote => Entry::remote(entry.slot().expect("a remote page has a slot")),
+            State::Staged => {
+                let frame = entry.frame().expect("a staged page has a frame");
+                self.staging.set_page(FrameId(frame), to);
+                entry
+            }
+            State::Resident => {
+                let (source, target) = (self.region.address(from), self.region.address(to));
+                // SAFETY: a resident page and an absent one, both BUSY by this thread. The source
+                // is dropped after it has been copied; its room passes to the target.
+                let done = unsafe {
+                    self.uffd
+                        .copy_without_wake(target, source, PAGE_BYTES, false)
+                        .map(drop)
+                        .and_then(|()| sys::madvise(source, PAGE_BYTES, libc::MADV_DONTNEED))
+                };
+                if let Err(error) = done {
+                    self.fatal("move a page for mremap", &error);
+                }
+                self.residency().push(&self.table, to, 1);
+                Entry::dirty(entry.slot())
+            }
+        };
+        self.settle(to, moved);
+        self.settle(from, Entry::ABSENT);
+    }
+
+    /// Sets a page of a move's target BUSY and makes sure that it is absent.
+    ///
+    /// Since the target was dropped, read-ahead of the mapping below may have filled the page with
+    /// zeros: the kernel merges neighbouring mappings, and the handler checks only the page table.
+    fn lock_absent(&self, page: PageId) {
+        loop {
+            let entry = self.table.lock(page);
+            if entry.state() == State::Absent {
+                return;
+            }
+            let room = self.drop_run(&[(page, entry)]);
+            self.give_room(room);
+        }
+    }
+}
