@@ -38,6 +38,9 @@ fn unsupported_programs_are_refused_before_start() {
     let config = Config::new(16 << 20, "memory:1GiB");
     let error = run(&config, program.as_os_str(), &[]).unwrap_err();
     assert!(error.to_string().contains("statically"), "{error}");
+    let mut allowed = config.clone();
+    allowed.allow_unpaged = true;
+    assert_eq!(run(&allowed, program.as_os_str(), &[]).unwrap().code(), 0);
     let error = run(&Config::new(1 << 20, "memory:1GiB"), OsStr::new("true"), &[]).unwrap_err();
     assert!(error.to_string().contains("at least 4 MiB"), "{error}");
     let error = run(&config, OsStr::new("no-such-program"), &[]).unwrap_err();

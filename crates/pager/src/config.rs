@@ -7,6 +7,7 @@
 //! | `GRANARY_RUN_DIR` | directory of the counters' files; absent: counters are private |
 //! | `GRANARY_REGION` | bytes of address space to reserve (default 1 TiB) |
 //! | `GRANARY_OVERFLOW_DIR` | directory of the overflow file (default `$TMPDIR`, then /var/tmp) |
+//! | `GRANARY_ALLOW_UNPAGED` | `1`: programs that cannot be paged, or could stop the pager, run anyway |
 //!
 //! Programs that a paged program starts inherit these variables and `LD_PRELOAD`. So they are paged
 //! too, each process with its own bound.
@@ -38,6 +39,8 @@ pub struct Config {
     pub region_bytes: usize,
     /// Directory of the overflow file.
     pub overflow_directory: PathBuf,
+    /// Programs that cannot be paged, or could stop the pager, run anyway.
+    pub allow_unpaged: bool,
 }
 
 impl Config {
@@ -49,6 +52,7 @@ impl Config {
             run_directory: None,
             region_bytes: 1 << 40,
             overflow_directory: default_overflow_directory(),
+            allow_unpaged: false,
         }
     }
 
@@ -76,6 +80,7 @@ impl Config {
         if let Some(directory) = get("GRANARY_OVERFLOW_DIR") {
             config.overflow_directory = directory.into();
         }
+        config.allow_unpaged = get("GRANARY_ALLOW_UNPAGED").is_some_and(|value| value == "1");
         config.check()?;
         Ok(Some(config))
     }
@@ -90,6 +95,9 @@ impl Config {
         ];
         if let Some(directory) = &self.run_directory {
             variables.push(("GRANARY_RUN_DIR", directory.clone().into()));
+        }
+        if self.allow_unpaged {
+            variables.push(("GRANARY_ALLOW_UNPAGED", "1".into()));
         }
         variables
     }
@@ -150,6 +158,7 @@ mod tests {
         let mut config = Config::new(64 << 20, "memory:1GiB");
         config.run_directory = Some("/run/x".into());
         config.overflow_directory = "/somewhere".into();
+        config.allow_unpaged = true;
         let variables = config.to_environment();
         let get = |name: &str| {
             let found = variables.iter().find(|(key, _)| *key == name);

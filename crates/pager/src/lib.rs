@@ -35,6 +35,7 @@ pub mod config;
 pub mod descriptor;
 pub mod errno;
 pub mod evict;
+pub mod executable;
 pub mod extent;
 mod extent_mapping;
 pub mod fault;
@@ -85,13 +86,15 @@ pub enum Error {
         "userfaultfd is not permitted (system call: {syscall}; /dev/userfaultfd: {device}). \
          Allow it with `sysctl vm.unprivileged_userfaultfd=1` \
          (/proc/sys/vm/unprivileged_userfaultfd), or give this user access to /dev/userfaultfd, \
-         or run with CAP_SYS_PTRACE, for example as root"
+         or run with CAP_SYS_PTRACE, for example as root{filter}"
     )]
     Userfaultfd {
         /// Error of userfaultfd(2).
         syscall: io::Error,
         /// Error of opening `/dev/userfaultfd`.
         device: io::Error,
+        /// Remark on the process's seccomp filter, if it has one.
+        filter: &'static str,
     },
     /// The kernel lacks a userfaultfd feature that the pager needs.
     #[error(
@@ -137,12 +140,22 @@ pub enum Error {
         /// Error of the system call.
         source: io::Error,
     },
-    /// The program cannot be paged: the file is missing, static, or not executable on this machine.
+    /// The program cannot be run: the file is missing, or not executable on this machine.
     #[error("cannot page {program}: {why}")]
     Program {
         /// The program as the user named it.
         program: String,
         /// Reason.
+        why: String,
+    },
+    /// The program's memory cannot be paged, although the program could run.
+    #[error(
+        "cannot page {program}: {why}. --allow-unpaged runs the program with this memory unpaged"
+    )]
+    Unpaged {
+        /// The program as the user named it.
+        program: String,
+        /// Reason, and what to do.
         why: String,
     },
     /// The preload library was not found.

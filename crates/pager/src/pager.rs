@@ -327,7 +327,12 @@ impl Pager {
         &self.stats
     }
 
-    /// Returns the number of pages of the region that may be resident.
+    /// Returns true if the user wants programs to run that may stop the pager.
+    pub fn allows_unpaged(&self) -> bool {
+        self.config.allow_unpaged
+    }
+
+    /// Returns the number of pages that may be resident.
     pub fn limit(&self) -> u32 {
         self.limit
     }

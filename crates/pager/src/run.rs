@@ -1,20 +1,22 @@
 //! `granary run`: checks, starts the program with the preload library, waits for it, and reports.
 //!
-//! All preconditions are checked before the program starts: the program exists and is linked
-//! dynamically (a static program has no loader that would preload a library), SIZE is large enough,
-//! userfaultfd is permitted, and the preload library exists.
+//! All preconditions are checked before the program starts: the program exists, its memory can be
+//! paged ([`crate::executable`]), SIZE is large enough, userfaultfd is permitted, and the preload
+//! library exists.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 
 use crate::Error;
 use crate::config::Config;
+use crate::executable::{Kind, kind_of};
 use crate::stats::Summary;
+use crate::sys;
 use crate::uffd::{Features, Uffd};
 
 /// File name of the preload library.
@@ -55,7 +57,12 @@ pub fn run_in(
 ) -> Result<Ended, Error> {
     config.check()?;
     let library = find_library()?;
-    check_program(program)?;
+    match check_program(program) {
+        Err(Error::Unpaged { program, why }) if config.allow_unpaged => {
+            sys::say(&format!("{program} runs with unpaged memory (--allow-unpaged): {why}"));
+        }
+        checked => checked?,
+    }
     drop(Uffd::open(Features::default())?);
     let config = Config { run_directory: Some(directory.0.clone()), ..config.clone() };
     let mut command = Command::new(program);
@@ -222,11 +229,11 @@ fn find_program(program: &OsStr) -> Result<PathBuf, Error> {
         .ok_or_else(|| fail("not found in PATH"))
 }
 
-/// Checks that a library can be preloaded into the program. Follows `#!` to the interpreter.
+/// Checks that the program's memory can be paged. Follows `#!` to the interpreter.
 ///
 /// # Errors
-/// [`Error::Program`] if the program is missing, unreadable, statically linked, or built for
-/// another kind of machine.
+/// [`Error::Program`] if the program is missing, unreadable, or built for another kind of machine;
+/// [`Error::Unpaged`] if it is linked statically, or a Go program that bypasses libc.
 pub fn check_program(program: &OsStr) -> Result<(), Error> {
     let mut path = find_program(program)?;
     let fail = |why: String| Error::Program { program: program.display().to_string(), why };
@@ -249,52 +256,25 @@ pub fn check_program(program: &OsStr) -> Result<(), Error> {
             };
             continue;
         }
-        return match linkage(&file, &head) {
-            Some(Linkage::Dynamic) => Ok(()),
-            Some(Linkage::Static) => Err(fail(format!(
-                "{} is linked statically, so the preload library cannot be loaded into it; use a \
-                 dynamically linked build",
-                path.display()
+        let unpaged = |why: String| Error::Unpaged { program: program.display().to_string(), why };
+        let path = path.display();
+        return match kind_of(&file).map_err(unreadable)? {
+            Some(Kind::Dynamic) => Ok(()),
+            Some(Kind::Static) => Err(unpaged(format!(
+                "{path} is linked statically, so the preload library cannot be loaded into it; use \
+                 a dynamically linked build"
             ))),
-            Some(Linkage::Foreign) => {
-                Err(fail(format!("{} is built for another kind of machine", path.display())))
+            Some(Kind::GoWithoutLibc) => Err(unpaged(format!(
+                "{path} is a Go program without cgo, whose runtime maps its memory by raw system \
+                 calls; build it with CGO_ENABLED=1 and a package that uses cgo, such as net"
+            ))),
+            Some(Kind::Foreign) => {
+                Err(fail(format!("{path} is built for another kind of machine")))
             }
-            None => Err(fail(format!("{} is neither a program nor a script", path.display()))),
+            None => Err(fail(format!("{path} is neither a program nor a script"))),
         };
     }
     Err(fail("its #! lines lead through more than five interpreters".into()))
-}
-
-#[derive(Debug, PartialEq, Eq)]
-enum Linkage {
-    Dynamic,
-    Static,
-    Foreign,
-}
-
-/// Reads the program headers of an ELF file (System V ABI, chapter 5). Returns `None` if the file
-/// is not an ELF file.
-fn linkage(file: &File, head: &[u8]) -> Option<Linkage> {
-    const PT_INTERP: u32 = 3;
-    if !head.starts_with(b"\x7fELF") || head.len() < 64 {
-        return None;
-    }
-    let u16_at = |at: usize| u16::from_le_bytes([head[at], head[at + 1]]);
-    let machine = u16_at(18);
-    let ours = if cfg!(target_arch = "x86_64") { 62 } else { 183 };
-    if head[4] != 2 || head[5] != 1 || machine != ours {
-        return Some(Linkage::Foreign);
-    }
-    let offset = u64::from_le_bytes(head[32..40].try_into().expect("8 bytes"));
-    let (size, count) = (u64::from(u16_at(54)), u64::from(u16_at(56)));
-    for index in 0..count {
-        let mut kind = [0; 4];
-        file.read_exact_at(&mut kind, offset.checked_add(index * size)?).ok()?;
-        if u32::from_le_bytes(kind) == PT_INTERP {
-            return Some(Linkage::Dynamic);
-        }
-    }
-    Some(Linkage::Static)
 }
 
 #[cfg(test)]

@@ -378,12 +378,24 @@ fn open_descriptor() -> Result<OwnedFd, Error> {
     // SAFETY: the path is a C string; this function owns the returned descriptor.
     let device = unsafe { libc::syscall(libc::SYS_openat, libc::AT_FDCWD, path, flags) } as i32;
     if device < 0 {
-        return Err(Error::Userfaultfd { syscall: refused, device: io::Error::last_os_error() });
+        return Err(not_permitted(refused, io::Error::last_os_error()));
     }
     // SAFETY: just opened.
     let device = unsafe { OwnedFd::from_raw_fd(device) };
-    new_from_device(device.as_raw_fd())
-        .map_err(|device| Error::Userfaultfd { syscall: refused, device })
+    new_from_device(device.as_raw_fd()).map_err(|device| not_permitted(refused, device))
+}
+
+fn not_permitted(syscall: io::Error, device: io::Error) -> Error {
+    // SAFETY: a question about the calling thread.
+    let mode = unsafe { libc::prctl(libc::PR_GET_SECCOMP, 0, 0, 0, 0) };
+    let filter = match mode == libc::SECCOMP_MODE_FILTER as i32 {
+        true => {
+            "; besides, this process runs under a seccomp filter, of a container or a sandbox, \
+             which must allow userfaultfd and its ioctls"
+        }
+        false => "",
+    };
+    Error::Userfaultfd { syscall, device, filter }
 }
 
 /// Makes a userfaultfd of the calling process with an open device.

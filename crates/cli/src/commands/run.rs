@@ -54,6 +54,11 @@ pub struct Run {
     #[command(flatten)]
     donation: Donation,
 
+    /// Run programs whose memory cannot be paged (static ones, Go without cgo), and programs whose
+    /// seccomp filter may stop the pager, with a message instead of an error
+    #[arg(long)]
+    allow_unpaged: bool,
+
     /// Print paging statistics to standard error when the program ends
     #[arg(long)]
     stats: bool,
@@ -130,7 +135,8 @@ impl Run {
                 Address::write_list(&addresses)
             }
         };
-        let config = Config::new(self.local.bytes(), pool_address);
+        let mut config = Config::new(self.local.bytes(), pool_address);
+        config.allow_unpaged = self.allow_unpaged;
         let directory = RunDirectory::create()?;
         let (counters, node) =
             (directory.path().to_owned(), private.as_ref().map(NodeProcess::address));

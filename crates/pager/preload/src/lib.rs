@@ -10,6 +10,7 @@
 
 mod brk;
 mod bss;
+mod calls;
 mod descriptors;
 mod direct;
 mod early;
@@ -27,6 +28,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use libmimalloc_sys as mi;
 use pager::config::{Config, EXIT_PAGER};
+use pager::executable::{Kind, kind_of};
 use pager::sys::{self, PAGE_BYTES};
 use pager::{Error, Pager};
 
@@ -73,7 +75,23 @@ extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *
     }
 }
 
+/// Checks that the program maps its memory by libc. `granary run` checks the program that it
+/// starts, but not the programs that this one starts.
+fn check_program(config: &Config) -> Result<(), Error> {
+    // Without /proc the program is not checked.
+    let Ok(file) = std::fs::File::open("/proc/self/exe") else { return Ok(()) };
+    let kind = kind_of(&file)
+        .map_err(|source| Error::System { what: "read the program's file".into(), source })?;
+    if kind != Some(Kind::GoWithoutLibc) || config.allow_unpaged {
+        return Ok(());
+    }
+    let program = std::fs::read_link("/proc/self/exe").unwrap_or_default().display().to_string();
+    let why = "it is a Go program without cgo, whose runtime maps its memory by raw system calls";
+    Err(Error::Unpaged { program, why: why.into() })
+}
+
 fn start(config: &Config) -> Result<(), Error> {
+    check_program(config)?;
     let transport = Pager::open_transport(config)?;
     let pager = Pager::new(config, transport)?;
     pager.start_in(enter_permanently)?;

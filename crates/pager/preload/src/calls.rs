@@ -1,0 +1,104 @@
+//! `syscall`, as far as the pager must know of it: a seccomp filter for all threads.
+//!
+//! A program's filter with `SECCOMP_FILTER_FLAG_TSYNC` also applies to the pager's threads, which
+//! need system calls that no program's filter expects (`ioctl` on a userfaultfd). The kernel would
+//! kill these threads, and the program would wait for its pages forever. So the process ends before
+//! the filter is installed, with the reason. The C library has no function for this system call;
+//! programs and libseccomp use `syscall`. A filter for one thread (`prctl`) does not harm.
+
+#[cfg(target_arch = "x86_64")]
+mod x86_64 {
+    use std::ffi::c_long;
+
+    use pager::config::EXIT_PAGER;
+    use pager::sys::{self, system_call};
+
+    use crate::early;
+    use crate::reentrancy::ReentrancyGuard;
+
+    /// syscall(2). Calls no other function unless the number is that of `seccomp` or the call
+    /// fails, so it also works before this library is relocated and where the system call returns
+    /// on another stack.
+    ///
+    /// # Safety
+    /// As in C.
+    #[unsafe(naked)]
+    #[unsafe(no_mangle)]
+    pub unsafe extern "C" fn syscall(number: c_long) -> c_long {
+        core::arch::naked_asm!(
+            "cmp rdi, {seccomp}",
+            "je 3f",
+            "mov rax, rdi",
+            "mov rdi, rsi",
+            "mov rsi, rdx",
+            "mov rdx, rcx",
+            "mov r10, r8",
+            "mov r8, r9",
+            "mov r9, [rsp + 8]",
+            "syscall",
+            "cmp rax, -4095",
+            "jae 2f",
+            "ret",
+            "2:",
+            "mov rdi, rax",
+            "jmp {failed}",
+            "3:",
+            "mov rdi, rsi",
+            "mov rsi, rdx",
+            "mov rdx, rcx",
+            "jmp {filter}",
+            seccomp = const libc::SYS_seccomp,
+            failed = sym failed,
+            filter = sym seccomp,
+        )
+    }
+
+    /// Sets `errno` to a negated error number.
+    extern "C" fn failed(result: c_long) -> c_long {
+        early::set_errno(-result as i32);
+        -1
+    }
+
+    /// seccomp(2).
+    ///
+    /// # Safety
+    /// As for the system call.
+    unsafe extern "C" fn seccomp(operation: usize, flags: usize, filter: usize) -> c_long {
+        const TSYNC: usize = 1;
+        let for_all = operation == libc::SECCOMP_SET_MODE_FILTER as usize && flags & TSYNC != 0;
+        // Without a filter, the call only asks whether the kernel knows the flag (libseccomp).
+        if for_all
+            && filter != 0
+            && let Some(pager) = crate::pager()
+        {
+            let _guard = ReentrancyGuard::new();
+            refuse(pager.allows_unpaged());
+        }
+        // SAFETY: by the caller.
+        match unsafe { system_call(libc::SYS_seccomp, [operation, flags, filter, 0, 0, 0]) } {
+            Ok(result) => result as c_long,
+            Err(errno) => failed(-c_long::from(errno)),
+        }
+    }
+
+    /// Ends the process, or only prints a warning if the user wants it to go on.
+    fn refuse(allowed: bool) {
+        let id = std::process::id();
+        let why = "installs a seccomp filter for all of its threads (TSYNC), which would also \
+                   apply to the pager's threads and kill them";
+        if allowed {
+            return sys::say(&format!(
+                "process {id} {why} unless the filter allows their system calls; it goes on, as \
+                 --allow-unpaged says. If it hangs now, run it without Granary"
+            ));
+        }
+        sys::die(
+            EXIT_PAGER,
+            &format!(
+                "process {id} {why}, so the process ends now (status {EXIT_PAGER}). Start the \
+                 program without its sandbox (browsers: --no-sandbox), or with --allow-unpaged if \
+                 the filter allows read, ioctl, futex, madvise, mprotect, mmap and munmap"
+            ),
+        );
+    }
+}
