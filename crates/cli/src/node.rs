@@ -172,6 +172,7 @@ fn arguments(settings: &Settings) -> Vec<String> {
     }))
     .chain(settings.nic_windows.map(|windows| format!("--nic-windows={windows}")))
     .chain((clients > usual).then(|| format!("--clients={clients}")))
+    .chain(settings.shares_chunks.then(|| "--share-chunks".to_owned()))
     .collect()
 }
 

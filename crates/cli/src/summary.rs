@@ -61,6 +61,10 @@ pub struct RunSummary {
     pub allocations_by_nic: u64,
     /// Chunks that the memory node's CPU allocated; none in scheme onesidedmw.
     pub allocations_by_cpu: u64,
+    /// How pages reach the private memory node: `direct` or `nic`; `None` with `--pool`.
+    pub private_node: Option<String>,
+    /// Of the processes, those that moved their pages without a NIC.
+    pub processes_direct: u64,
     /// CPU time of the memory node's NIC thread while the program ran.
     pub nic_cpu_s: f64,
     /// Times that the NIC thread went to sleep while the program ran, and had to be woken.
@@ -105,6 +109,8 @@ impl RunSummary {
             unpaged_end_bytes: counted(Counter::UnpagedBytes),
             allocations_by_nic: counted(Counter::AllocationsByNic),
             allocations_by_cpu: counted(Counter::AllocationsByCpu),
+            private_node: None,
+            processes_direct: counted(Counter::DirectProcesses),
             nic_cpu_s: nic.as_secs_f64(),
             nic_sleeps: after.nic_wakeups.saturating_sub(before.nic_wakeups),
             control_cpu_s: control.as_secs_f64(),
@@ -113,10 +119,20 @@ impl RunSummary {
 }
 
 impl fmt::Display for RunSummary {
-    /// Two lines that continue the pager's own summary.
+    /// Lines that continue the pager's own summary.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let peak = Size(self.local_peak_bytes).rounded();
         writeln!(f, "  resident      {peak:>12}   peak of the largest process")?;
+        if let Some(private) = &self.private_node {
+            let direct = self.processes_direct;
+            writeln!(
+                f,
+                "  private node  {private:>12}   {} process(es) copy their pages; the NIC moves \
+                 those of {}",
+                thousands(direct),
+                thousands(self.processes.saturating_sub(direct))
+            )?;
+        }
         let ms = |seconds: f64| thousands((seconds * 1e3).round() as u64);
         write!(
             f,

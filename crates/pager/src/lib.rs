@@ -31,6 +31,7 @@
 
 pub mod config;
 pub mod descriptor;
+mod direct_transport;
 pub mod errno;
 pub mod evict;
 pub mod fault;

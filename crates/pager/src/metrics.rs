@@ -65,6 +65,8 @@ rows! {
         .in_unit(Unit::Nanoseconds),
     FaultEvictNs: counter("pager_fault_evict_time", "Time in which faults evicted pages.")
         .in_unit(Unit::Nanoseconds),
+    DirectProcesses: gauge("pager_processes_direct", "Paged processes that move pages without a \
+                                                      NIC."),
 }
 
 /// The declarations of all metrics of paged processes.

@@ -107,6 +107,8 @@ pub enum Counter {
     FaultReadNs,
     /// Of `FaultNs`, time in which faults evicted pages.
     FaultEvictNs,
+    /// 1 in a process whose threads move pages to and from the chunks without a NIC.
+    DirectProcesses,
 }
 
 /// The live counters of this process.

@@ -19,11 +19,12 @@ use std::sync::Arc;
 use metrics::{Metric, Samples};
 use rnic::limits::Limits;
 use rnic::nic::SoftNic;
-use rnic::port::shm::{Host, Session, SessionLimits};
+use rnic::port::shm::{Host, Session, SessionLimits, ThinFile};
 use verbs::{Error as VerbsError, Qpn, SessionSecret};
 
 use crate::nic::{
-    LocalFunction, NicHost, NicOpener, NicReport, NicSession, RemoteFunction, SessionNeeds,
+    ChunkFile, LocalFunction, NicHost, NicOpener, NicReport, NicSession, RemoteFunction,
+    SessionNeeds,
 };
 use crate::protocol::Dropped;
 use crate::remote::Listen;
@@ -107,6 +108,11 @@ impl NicHost for Host {
             counters: samples.numbers(),
         })
     }
+
+    fn chunk_files(&self) -> Vec<ChunkFile> {
+        let file = |ThinFile { address, bytes, file }| ChunkFile { address, bytes, file };
+        self.thin_files().into_iter().map(file).collect()
+    }
 }
 
 impl NicSession for Session {
@@ -165,6 +171,9 @@ impl Service {
                 None => SoftNic::host_with(limits(settings))?,
                 Some(wire) => SoftNic::host_over_with(wire, limits(settings))?,
             };
+            if settings.shares_chunks {
+                host.make_thin_files();
+            }
             Ok((nic, Arc::new(host)))
         };
         Self::start_on(settings, endpoint, listen, open, &schemes::nodes())

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use verbs::{Error as VerbsError, Nic, Qpn, SessionSecret};
@@ -62,6 +63,22 @@ pub trait NicHost: Send + Sync {
 
     /// The present counters of the NIC.
     fn report(&self) -> Result<NicReport, Error>;
+
+    /// The memory of chunks as files, if the NIC's owner has chosen that.
+    fn chunk_files(&self) -> Vec<ChunkFile> {
+        Vec::new()
+    }
+}
+
+/// Memory of chunks that is a file.
+#[derive(Clone, Debug)]
+pub struct ChunkFile {
+    /// Address of its first byte, as grants name it.
+    pub address: u64,
+    /// Its length in bytes.
+    pub bytes: u64,
+    /// The file.
+    pub file: Arc<OwnedFd>,
 }
 
 /// One attached process. Dropping the session revokes the keys of the process, and ends its queues.

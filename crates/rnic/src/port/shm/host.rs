@@ -2,9 +2,8 @@
 
 use std::os::fd::OwnedFd;
 use std::os::unix::thread::JoinHandleExt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc;
+use std::sync::{Arc, OnceLock, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -64,6 +63,19 @@ pub(super) struct HostInner {
     waker: Mutex<Option<Waker>>,
     /// The NIC has a UDP socket for RoCEv2.
     has_roce: bool,
+    /// Thin memory that was allocated as files; `None`: thin memory is private.
+    thin_files: OnceLock<Mutex<Vec<ThinFile>>>,
+}
+
+/// Thin memory of the NIC's owner that is a file.
+#[derive(Clone, Debug)]
+pub struct ThinFile {
+    /// Address of its first byte in this process.
+    pub address: u64,
+    /// Its length in bytes.
+    pub bytes: u64,
+    /// The file: the byte at offset 0 is the byte at `address`.
+    pub file: Arc<OwnedFd>,
 }
 
 /// Counters of a NIC.
@@ -140,7 +152,40 @@ impl Host {
             .spawn(move || for_thread.run())
             .map_err(|source| Error::System { attempt: "starting the NIC thread", source })?;
         let (pieces, thread, waker) = (Arc::default(), Some(thread), Mutex::default());
-        Ok(Self(Arc::new(HostInner { pieces, shared, thread, driver, physical, waker, has_roce })))
+        let thin_files = OnceLock::new();
+        Ok(Self(Arc::new(HostInner {
+            pieces,
+            shared,
+            thread,
+            driver,
+            physical,
+            waker,
+            has_roce,
+            thin_files,
+        })))
+    }
+
+    /// Makes thin memory of the NIC's owner a file from now on, which can be passed to another
+    /// process ([`Host::thin_files`]). A process that has the file reads and writes the memory past
+    /// the NIC and its keys.
+    pub fn make_thin_files(&self) {
+        self.0.thin_files.get_or_init(Mutex::default);
+    }
+
+    /// Thin memory that was allocated as files.
+    pub fn thin_files(&self) -> Vec<ThinFile> {
+        self.0.thin_files.get().map_or_else(Vec::new, |files| files.lock().clone())
+    }
+
+    fn alloc_thin(&self, bytes: usize, unit: usize, kept: usize) -> Result<DmaMemory, Error> {
+        let system = Error::system("mapping memory");
+        let Some(files) = self.0.thin_files.get() else {
+            return DmaMemory::thin(bytes, unit, kept).map_err(system);
+        };
+        let (memory, file) = DmaMemory::thin_file(bytes, kept).map_err(system)?;
+        let (address, bytes, file) = (memory.addr(), memory.len() as u64, Arc::new(file));
+        files.lock().push(ThinFile { address, bytes, file });
+        Ok(memory)
     }
 
     /// Whether QPs of this NIC can connect to QPs of other hosts.
@@ -384,6 +429,11 @@ impl LocalFunction {
     pub fn execute(&self, verb: Verb<DmaMemory>) -> Result<Reply, Error> {
         let id = self.id;
         self.host.call(move |nic| nic.execute(id, verb))?
+    }
+
+    /// Allocates [`DmaMemory::thin`] memory, as a file after [`Host::make_thin_files`].
+    pub fn alloc_thin(&self, bytes: usize, unit: usize, kept: usize) -> Result<DmaMemory, Error> {
+        self.host.alloc_thin(bytes, unit, kept)
     }
 
     /// Yields the calling thread's CPU to the NIC thread if the NIC thread runs on the same CPU;

@@ -46,6 +46,6 @@ pub mod raw {
 
 pub use client::{Attached, Raw};
 pub use doorbell::MappedDoorbell;
-pub use host::{Host, HostStats, LocalFunction};
+pub use host::{Host, HostStats, LocalFunction, ThinFile};
 pub use peer::Peer;
 pub use session::{Session, SessionLimits};
