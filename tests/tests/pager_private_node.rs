@@ -4,8 +4,10 @@
 //! Killed nodes, full pools and limits of file sizes are in `pager_programs` and `pager_files`,
 //! whose private node is the default one.
 
+use std::os::unix::process::CommandExt;
+
 use granary_tests::needs;
-use granary_tests::pager::{assert_same, plain};
+use granary_tests::pager::{Running, assert_same, plain};
 use granary_tests::run::{NodeKind, Paged, Site};
 
 const MIB: u64 = 1 << 20;
@@ -88,6 +90,36 @@ fn forked_children_copy_their_pages_too() {
     let paged = run("private-family", &[], &[PAGES, FAMILY].concat());
     assert_eq!(moves(&paged), ("direct", paged.count("processes")));
     assert!(paged.count("processes") >= 4, "{}", paged.stats);
+}
+
+/// The scheduling of the NIC thread and of the handler is reported, with the reason for a refusal.
+#[test]
+fn granted_and_refused_scheduling_is_reported() {
+    let paged = run("private-scheduling", &[], PAGES);
+    let said = |paged: &Paged, name: &str| paged.stats[name].as_str().unwrap().to_owned();
+    let (nic, handler) = (said(&paged, "nic_scheduling"), said(&paged, "handler_scheduling"));
+    // The test may run without the right to SCHED_RR; then both give the reason.
+    assert_eq!(paged.count("handlers_real_time"), u64::from(handler == "SCHED_RR"), "{handler}");
+    assert!(nic == "SCHED_RR" || nic.contains('('), "{nic}");
+
+    let site = Site::new(NodeKind::Private, "private-rttime", 8 * MIB, "1GiB");
+    let mut command = site.command(PYTHON, &["-c", PAGES]);
+    // SAFETY: the closure makes a single system call in the new process.
+    unsafe {
+        command.pre_exec(|| {
+            let limit = libc::rlimit { rlim_cur: 1_000_000, rlim_max: 2_000_000 };
+            match libc::setrlimit(libc::RLIMIT_RTTIME, &limit) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        });
+    }
+    let paged = site.finish(Running::start(&mut command));
+    assert_eq!((paged.outcome.code, paged.count("handlers_real_time")), (0, 0), "{:?}", paged);
+    for name in ["nic_scheduling", "handler_scheduling"] {
+        assert!(said(&paged, name).contains("RLIMIT_RTTIME"), "{}", paged.stats);
+    }
+    assert!(paged.outcome.stderr.contains("RLIMIT_RTTIME"), "{}", paged.outcome.stderr);
 }
 
 /// With the chunk memory, a child without root's rights could read its parent's pages.

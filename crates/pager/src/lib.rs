@@ -42,6 +42,7 @@ mod node_sockets;
 pub mod page_table;
 mod pager;
 pub mod pool_transport;
+mod priority;
 pub mod region;
 pub mod residency;
 pub mod run;

@@ -67,6 +67,7 @@ rows! {
         .in_unit(Unit::Nanoseconds),
     DirectProcesses: gauge("pager_processes_direct", "Paged processes that move pages without a \
                                                       NIC."),
+    HandlersRealTime: gauge("pager_handlers_real_time", "Fault handlers with SCHED_RR."),
 }
 
 /// The declarations of all metrics of paged processes.

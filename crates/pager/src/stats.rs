@@ -109,6 +109,8 @@ pub enum Counter {
     FaultEvictNs,
     /// 1 in a process whose threads move pages to and from the chunks without a NIC.
     DirectProcesses,
+    /// 1 in a process whose handler CPU-bound threads do not delay: it has SCHED_RR.
+    HandlersRealTime,
 }
 
 /// The live counters of this process.

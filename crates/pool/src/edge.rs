@@ -33,6 +33,7 @@ use crate::{
     Pool, Remote, Service, Settings,
 };
 use scheme::registry::{ClientRegistry, NodeRegistry};
+use units::scheduling::Granted;
 
 /// The NIC of a pool whose user does not choose one.
 pub type DefaultNic = SoftNic;
@@ -95,6 +96,7 @@ impl NicHost for Host {
         let wire = &stats.wire;
         Ok(NicReport {
             cpu: stats.cpu,
+            scheduling: stats.scheduling.clone(),
             sleeps: stats.sleeps,
             wqes: stats.engine.wqes_total(),
             dropped: Dropped {
@@ -174,6 +176,9 @@ impl Service {
             if settings.shares_chunks {
                 host.make_thin_files();
             }
+            if settings.urgent_nic {
+                host.prioritize().map_err(gone)?;
+            }
             Ok((nic, Arc::new(host)))
         };
         Self::start_on(settings, endpoint, listen, open, &schemes::nodes())
@@ -185,6 +190,14 @@ impl NicService {
     pub fn start(wire: UdpSocket) -> Result<Self, Error> {
         let (_, host) = SoftNic::host_over(wire)?;
         Self::serve(Arc::new(host))
+    }
+
+    /// Like [`NicService::start`], and asks the system to run the NIC thread before CPU-bound
+    /// threads. Returns what it grants.
+    pub fn start_urgent(wire: UdpSocket) -> Result<(Self, Granted), Error> {
+        let (_, host) = SoftNic::host_over(wire)?;
+        let granted = host.prioritize().map_err(gone)?;
+        Ok((Self::serve(Arc::new(host))?, granted))
     }
 
     /// Starts a NIC that this process uses ([`SoftNic::host_own`]) and other processes can attach

@@ -11,6 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use units::scheduling::Granted;
 use verbs::{Error as VerbsError, Nic, Qpn, SessionSecret};
 
 use crate::protocol::Dropped;
@@ -114,6 +115,8 @@ pub struct SessionNeeds {
 pub struct NicReport {
     /// CPU time of the threads that play the hardware. Zero for hardware.
     pub cpu: Duration,
+    /// Scheduling of these threads, if a better one was asked for.
+    pub scheduling: Option<Granted>,
     /// Number of times that these threads went to sleep.
     pub sleeps: u64,
     /// WQEs executed without error.

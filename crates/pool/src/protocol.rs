@@ -288,6 +288,13 @@ pub struct Status {
     pub nic_cpu_ns: u64,
     /// Wake-ups of the NIC thread.
     pub nic_wakeups: u64,
+    /// Scheduling of the NIC thread, and the reason why it is not a better one; empty if no better
+    /// one was asked for.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub nic_scheduling: String,
+    /// 1 if CPU-bound threads can delay the NIC thread: SCHED_RR was not granted or not asked for.
+    #[serde(default)]
+    pub nic_ordinary: u64,
     /// Work-queue elements that the NIC executed.
     pub nic_wqes: u64,
     /// Ports of the NIC: `shm`, or `shm and roce`.

@@ -63,6 +63,8 @@ pub struct Settings {
     /// is returned to the operating system when a chunk is released, if the NIC runs in the memory
     /// node's process.
     pub keep_resident_bytes: u64,
+    /// Asks the system to run the NIC thread before CPU-bound threads ([`units::scheduling`]).
+    pub urgent_nic: bool,
     /// Chunk memory is a file, which the service passes to processes of its own user. They then
     /// read and write chunks without the NIC, and nothing keeps one of them from the chunks of
     /// another. For a memory node that serves one program only.
@@ -87,6 +89,7 @@ impl Default for Settings {
             paced: node.paced,
             nic_windows: None,
             keep_resident_bytes: 64 << 20,
+            urgent_nic: false,
             shares_chunks: false,
         }
     }

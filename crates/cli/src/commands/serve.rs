@@ -238,6 +238,7 @@ impl Serve {
             nic_windows: self.nic_windows,
             keep_resident_bytes: self.keep_resident.bytes(),
             silence: Duration::from_millis(self.silence_ms),
+            urgent_nic: true,
             shares_chunks: self.share_chunks,
             ..self.donation.settings()
         };

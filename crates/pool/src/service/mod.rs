@@ -52,6 +52,7 @@ use crate::remote::{Listen, RemoteListener};
 use crate::socket::{DESCRIPTORS_MAX, Endpoint, Listener};
 use crate::{Error, Settings};
 use scheme::registry::NodeRegistry;
+use units::scheduling::Class;
 
 /// A running memory node; dropping it stops it.
 pub struct Service {
@@ -270,6 +271,12 @@ impl Shared {
             control_cpu_ns: control.as_nanos() as u64,
             control_wakeups: wakeups,
             nic_cpu_ns: nic.cpu.as_nanos() as u64,
+            nic_ordinary: nic
+                .scheduling
+                .as_ref()
+                .is_none_or(|granted| granted.class != Class::RealTime)
+                .into(),
+            nic_scheduling: nic.scheduling.map(|granted| granted.to_string()).unwrap_or_default(),
             nic_wakeups: nic.sleeps,
             nic_wqes: nic.wqes,
             nic: self.host.name().into(),

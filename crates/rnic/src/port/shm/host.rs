@@ -27,6 +27,7 @@ use super::page::{ASLEEP_RNR, doorbells_in, page_bytes};
 use crate::limits::{FunctionLimits, Limits, WireLimits};
 use crate::spec::Stats;
 use crate::wire::WireStats;
+use units::scheduling::Granted;
 use verbs::{DmaMemory, FunctionId};
 
 /// Doorbells of the physical function: one for each queue pair with an unmanaged send queue.
@@ -65,6 +66,8 @@ pub(super) struct HostInner {
     has_roce: bool,
     /// Thin memory that was allocated as files; `None`: thin memory is private.
     thin_files: OnceLock<Mutex<Vec<ThinFile>>>,
+    /// The scheduling that the NIC thread has been granted, if [`Host::prioritize`] was called.
+    granted: OnceLock<Granted>,
 }
 
 /// Thin memory of the NIC's owner that is a file.
@@ -86,6 +89,8 @@ pub struct HostStats {
     pub cpu: Duration,
     /// Number of times that the NIC thread went to sleep.
     pub sleeps: u64,
+    /// Scheduling of the NIC thread; `None` if no better one was asked for.
+    pub scheduling: Option<Granted>,
     /// The engine's counters.
     pub engine: Stats,
     /// The engine's counters of packets between hosts.
@@ -162,7 +167,19 @@ impl Host {
             waker,
             has_roce,
             thin_files,
+            granted: OnceLock::new(),
         })))
+    }
+
+    /// Asks the system to run the NIC thread and the waker thread before CPU-bound threads
+    /// ([`units::scheduling`]), and returns what it grants to the NIC thread. For a process that
+    /// serves other processes, because the scheduling of the whole machine is affected.
+    ///
+    /// # Errors
+    /// The NIC thread has ended.
+    pub fn prioritize(&self) -> Result<Granted, Error> {
+        let granted = self.call(NicThread::prioritize)?;
+        Ok(self.0.granted.get_or_init(|| granted).clone())
     }
 
     /// Makes thin memory of the NIC's owner a file from now on, which can be passed to another
@@ -282,7 +299,7 @@ impl Host {
     fn start_waker(&self) -> Result<(), Error> {
         let mut waker = self.0.waker.lock();
         if waker.is_none() {
-            let started = Waker::start(Environment::SYSTEM)?;
+            let started = Waker::start(Environment::SYSTEM, self.0.granted.get().is_some())?;
             let queue = started.queue();
             self.call(move |nic| nic.core.wakes.set_waker(queue))?;
             *waker = Some(started);
@@ -298,7 +315,8 @@ impl Host {
             (engine.stats().clone(), engine.wire_stats().clone(), nic.unsent())
         })?;
         let sleeps = self.0.shared.sleeps.load(Ordering::Relaxed);
-        Ok(HostStats { cpu, sleeps, engine, wire, unsent })
+        let scheduling = self.0.granted.get().cloned();
+        Ok(HostStats { cpu, sleeps, scheduling, engine, wire, unsent })
     }
 
     /// CPU time that the NIC thread and the waker thread have used. Does not wake them.

@@ -28,6 +28,7 @@ mod doorbell;
 mod doorbell_scanner;
 mod driver;
 mod host;
+mod idle;
 mod nic_thread;
 mod page;
 pub mod peer;
