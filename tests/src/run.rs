@@ -42,6 +42,7 @@ pub struct Site {
     local_bytes: u64,
     memory: String,
     node: Option<MemoryNode>,
+    options: Vec<String>,
     /// Temporary directory of the test.
     pub scratch: Scratch,
 }
@@ -63,7 +64,13 @@ impl Site {
         let node = (kind == NodeKind::Served)
             .then(|| MemoryNode::start(&format!("node-{name}"), &["--memory", memory]))
             .map(|node| node.expect("a memory node starts"));
-        Self { local_bytes, memory: memory.into(), node, scratch: Scratch::new(&name) }
+        let (memory, options, scratch) = (memory.into(), Vec::new(), Scratch::new(&name));
+        Self { local_bytes, memory, node, options, scratch }
+    }
+
+    /// The same environment, with more options of `granary run`.
+    pub fn with_options(self, options: &[&str]) -> Self {
+        Self { options: options.iter().map(|option| (*option).to_owned()).collect(), ..self }
     }
 
     /// The limit of local memory.
@@ -80,7 +87,7 @@ impl Site {
             None => command.args(["--memory", &self.memory]),
             Some(node) => command.arg("--pool").arg(format!("shm:{}", node.socket.display())),
         };
-        command.arg("--").arg(program).args(arguments).stdin(Stdio::null());
+        command.args(&self.options).arg("--").arg(program).args(arguments).stdin(Stdio::null());
         apply_privilege_setting(&mut command);
         command
     }

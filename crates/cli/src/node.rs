@@ -172,6 +172,7 @@ fn arguments(settings: &Settings) -> Vec<String> {
     }))
     .chain(settings.nic_windows.map(|windows| format!("--nic-windows={windows}")))
     .chain((clients > usual).then(|| format!("--clients={clients}")))
+    .chain(settings.shares_chunks.then(|| "--share-chunks".to_owned()))
     .collect()
 }
 
@@ -265,6 +266,7 @@ pub fn describe(status: &Status) -> String {
                 thousands(status.nic_wakeups),
             ),
         ),
+        ("", format!("scheduling: {}", nic_scheduling(status))),
         (
             "control CPU",
             format!(
@@ -304,6 +306,14 @@ fn dropped(packets: &Dropped) -> Option<String> {
     let reasons = reasons.map(|(count, why)| format!("{} {why}", thousands(count)));
     let reasons = reasons.collect::<Vec<_>>();
     (!reasons.is_empty()).then(|| format!("packets: {}", reasons.join(", ")))
+}
+
+/// Scheduling of the NIC thread.
+pub fn nic_scheduling(status: &Status) -> &str {
+    match status.nic_scheduling.as_str() {
+        "" => "ordinary",
+        scheduling => scheduling,
+    }
 }
 
 fn scheme(status: &Status) -> String {
@@ -398,6 +408,7 @@ mod tests {
             ..BudgetStatus::default()
         });
         status.node.functions = 3;
+        status.nic_scheduling = "SCHED_RR".into();
         assert!(!describe(&status).contains("trouble"));
         status.trouble = Trouble {
             accepts: 2,
@@ -416,6 +427,7 @@ mod tests {
              free chunks at most 64MiB",
             "12,345 by the NIC, 0 by the memory node's CPU",
             "NIC thread   1.500 s",
+            "             scheduling: SCHED_RR",
             "trouble      2 failed attempts to accept a connection (retried); last failure: \
              accepting a connection: Too many open files",
             "control CPU  0.000 s",

@@ -8,9 +8,10 @@ use pool::protocol::Status;
 use serde::{Deserialize, Serialize};
 use units::Size;
 use units::number::thousands;
+use units::scheduling::Scheduling;
 
 use crate::child;
-use crate::node::CpuTimes;
+use crate::node::{CpuTimes, nic_scheduling};
 
 /// Statistics of one run. The suffix of a field's name is its unit.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -61,6 +62,16 @@ pub struct RunSummary {
     pub allocations_by_nic: u64,
     /// Chunks that the memory node's CPU allocated; none in scheme onesidedmw.
     pub allocations_by_cpu: u64,
+    /// How pages reach the private memory node: `direct` or `nic`; `None` with `--pool`.
+    pub private_node: Option<String>,
+    /// Of the processes, those that moved their pages without a NIC.
+    pub processes_direct: u64,
+    /// Of the processes, those whose fault handler CPU-bound threads do not delay (SCHED_RR).
+    pub handlers_real_time: u64,
+    /// Scheduling of the handlers of other processes, with the reason.
+    pub handler_scheduling: String,
+    /// Scheduling of the memory node's NIC thread, with the reason why it is not a better one.
+    pub nic_scheduling: String,
     /// CPU time of the memory node's NIC thread while the program ran.
     pub nic_cpu_s: f64,
     /// Times that the NIC thread went to sleep while the program ran, and had to be woken.
@@ -105,6 +116,11 @@ impl RunSummary {
             unpaged_end_bytes: counted(Counter::UnpagedBytes),
             allocations_by_nic: counted(Counter::AllocationsByNic),
             allocations_by_cpu: counted(Counter::AllocationsByCpu),
+            private_node: None,
+            processes_direct: counted(Counter::DirectProcesses),
+            handlers_real_time: counted(Counter::HandlersRealTime),
+            handler_scheduling: granted_here(),
+            nic_scheduling: nic_scheduling(after).into(),
             nic_cpu_s: nic.as_secs_f64(),
             nic_sleeps: after.nic_wakeups.saturating_sub(before.nic_wakeups),
             control_cpu_s: control.as_secs_f64(),
@@ -112,11 +128,36 @@ impl RunSummary {
     }
 }
 
+/// The scheduling that the system grants to a thread of this command, and so to those of the
+/// program unless they have other rights.
+fn granted_here() -> String {
+    let ask = || Scheduling::ask().granted().to_string();
+    std::thread::spawn(ask).join().unwrap_or_default()
+}
+
 impl fmt::Display for RunSummary {
-    /// Two lines that continue the pager's own summary.
+    /// Lines that continue the pager's own summary.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let peak = Size(self.local_peak_bytes).rounded();
         writeln!(f, "  resident      {peak:>12}   peak of the largest process")?;
+        if let Some(private) = &self.private_node {
+            let direct = self.processes_direct;
+            writeln!(
+                f,
+                "  private node  {private:>12}   {} process(es) copy their pages; the NIC moves \
+                 those of {}",
+                thousands(direct),
+                thousands(self.processes.saturating_sub(direct))
+            )?;
+        }
+        writeln!(
+            f,
+            "  scheduling    {:>12}   handler(s) of {} with SCHED_RR, here {}; NIC thread: {}",
+            thousands(self.handlers_real_time),
+            thousands(self.processes),
+            self.handler_scheduling,
+            self.nic_scheduling
+        )?;
         let ms = |seconds: f64| thousands((seconds * 1e3).round() as u64);
         write!(
             f,

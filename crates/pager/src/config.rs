@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | `GRANARY_LOCAL` | bytes of paged memory that may be resident, staging included |
 //! | `GRANARY_POOL` | backing memory: memory node addresses ([`pool::Address`]) or a store ([`crate::store`]) |
+//! | `GRANARY_DIRECT` | `1`: the memory node is private and passes on its chunk memory (`direct_transport`) |
 //! | `GRANARY_RUN_DIR` | directory of the counters' files; absent: counters are private |
 //! | `GRANARY_REGION` | bytes of address space to reserve (default 1 TiB) |
 //! | `GRANARY_OVERFLOW_DIR` | directory of the overflow file (default `$TMPDIR`, then /var/tmp) |
@@ -21,6 +22,8 @@ use crate::Error;
 /// call makes no progress.
 pub const LOCAL_BYTES_MIN: u64 = 4 << 20;
 
+const DIRECT: &str = "GRANARY_DIRECT";
+
 /// Exit status of a program whose pages are lost because the pool is gone.
 pub const EXIT_POOL_GONE: i32 = 117;
 /// Exit status of a program that the pager ended for another reason.
@@ -33,6 +36,8 @@ pub struct Config {
     pub local_bytes: u64,
     /// Backing memory, in the form of `GRANARY_POOL`.
     pub pool: String,
+    /// The memory node belongs to this program alone, and passes on its chunk memory.
+    pub is_direct: bool,
     /// Directory of the counters' files.
     pub run_directory: Option<PathBuf>,
     /// Bytes of address space to reserve.
@@ -49,6 +54,7 @@ impl Config {
         Self {
             local_bytes,
             pool: pool.into(),
+            is_direct: false,
             run_directory: None,
             region_bytes: 1 << 40,
             overflow_directory: default_overflow_directory(),
@@ -73,6 +79,7 @@ impl Config {
             why: "it must be set because GRANARY_LOCAL is set".into(),
         })?;
         let mut config = Self::new(size("GRANARY_LOCAL", &local)?, pool);
+        config.is_direct = get(DIRECT).as_deref() == Some("1");
         config.run_directory = get("GRANARY_RUN_DIR").map(PathBuf::from);
         if let Some(region) = get("GRANARY_REGION") {
             config.region_bytes = size("GRANARY_REGION", &region)? as usize;
@@ -90,6 +97,7 @@ impl Config {
         let mut variables = vec![
             ("GRANARY_LOCAL", self.local_bytes.to_string().into()),
             ("GRANARY_POOL", self.pool.clone().into()),
+            (DIRECT, if self.is_direct { "1" } else { "0" }.into()),
             ("GRANARY_REGION", self.region_bytes.to_string().into()),
             ("GRANARY_OVERFLOW_DIR", self.overflow_directory.clone().into()),
         ];
@@ -156,6 +164,7 @@ mod tests {
     #[test]
     fn environment_round_trips_all_settings() {
         let mut config = Config::new(64 << 20, "memory:1GiB");
+        config.is_direct = true;
         config.run_directory = Some("/run/x".into());
         config.overflow_directory = "/somewhere".into();
         config.allow_unpaged = true;

@@ -21,6 +21,7 @@ use crate::evict::Evictor;
 use crate::fork;
 use crate::page_table::{Entry, PageId, State};
 use crate::pager::{Pager, READ_FRAMES};
+use crate::priority::HandlerPriority;
 use crate::slots::SlotId;
 use crate::staging::{FrameId, LeavingSlot};
 use crate::stats::Counter;
@@ -53,6 +54,8 @@ impl Pager {
     pub(crate) fn handler(self: &std::sync::Arc<Self>) {
         self.note_thread();
         let mut affinity = CpuAffinity::default();
+        let mut priority = HandlerPriority::ask();
+        self.stats.set(Counter::HandlersRealTime, priority.is_granted().into());
         let mut handler = Handler {
             pager: self,
             frames: FrameId(0),
@@ -90,7 +93,9 @@ impl Pager {
                     self.stats.add(Counter::Faults, 1);
                     handler.missing(fault);
                 }
-                self.stats.record_fault(sys::now_ns() - start);
+                let end = sys::now_ns();
+                self.stats.record_fault(end - start);
+                priority.served(start, end);
             }
             self.wake_evictor(false);
         }

@@ -33,6 +33,7 @@
 pub mod advice;
 pub mod config;
 pub mod descriptor;
+mod direct_transport;
 pub mod errno;
 pub mod evict;
 pub mod executable;
@@ -48,6 +49,7 @@ pub mod page_table;
 mod pager;
 pub mod pool_transport;
 mod presence;
+mod priority;
 pub mod region;
 mod remap;
 pub mod residency;

@@ -68,6 +68,9 @@ rows! {
     Extents: gauge("pager_extents", "Paged mappings outside of the region."),
     MappingsUnpaged: counter("pager_mappings_unpaged", "Mappings that had to stay unpaged."),
     MappingsUnpagedBytes: bytes(counter("pager_mappings_unpaged", "Length of these mappings.")),
+    DirectProcesses: gauge("pager_processes_direct", "Paged processes that move pages without a \
+                                                      NIC."),
+    HandlersRealTime: gauge("pager_handlers_real_time", "Fault handlers with SCHED_RR."),
 }
 
 /// The declarations of all metrics of paged processes.

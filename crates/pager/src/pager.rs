@@ -41,7 +41,7 @@ use crate::sys::{self, FileSizeSignalBlocked, PAGE_BYTES};
 use crate::transport::{ChunkHandle, Transport, TransportError};
 use crate::uffd::{Features, Uffd};
 use crate::unpaged::UnpagedMonitor;
-use crate::{Error, descriptor};
+use crate::{Error, descriptor, direct_transport};
 
 /// Frames into which the handler reads: the size of its largest batch.
 pub(crate) const READ_FRAMES: u32 = 32;
@@ -256,6 +256,7 @@ impl Pager {
         };
         drop(blocked);
         stats.set(Counter::ChunkBytes, transport.chunk_bytes() as u64);
+        stats.set(Counter::DirectProcesses, transport.stats().is_direct.into());
         let zeros = sys::map_anonymous(READ_FRAMES as usize * PAGE_BYTES)
             .map_err(system("map a run of zeros"))?;
         Ok(Arc::new(Self {
@@ -296,7 +297,7 @@ impl Pager {
     }
 
     /// Opens the backing memory that `config` names, with staging sized for its bound: memory nodes
-    /// ([`pool_transport`]), or a file for diagnosis ([`crate::store`]).
+    /// ([`direct_transport`], [`pool_transport`]), or a file for diagnosis ([`crate::store`]).
     pub fn open_transport(config: &Config) -> Result<Box<dyn Transport>, Error> {
         let frames = config::staging_frames(config.local_bytes);
         if FileTransport::is_named_by(&config.pool) {
@@ -308,7 +309,11 @@ impl Pager {
             why,
         })?;
         let blocked = FileSizeSignalBlocked::new();
-        match pool_transport::connect(&nodes, frames) {
+        let opened = match config.is_direct {
+            true => direct_transport::connect(&nodes, frames),
+            false => pool_transport::connect(&nodes, frames).map(|pool| Box::new(pool) as _),
+        };
+        match opened {
             Ok(transport) => Ok(transport),
             Err(_) if blocked.was_raised() => {
                 Err(Error::FileSizeLimit { limit_bytes: sys::file_size_limit() })

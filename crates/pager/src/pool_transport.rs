@@ -17,10 +17,10 @@ use std::sync::RwLock;
 use std::time::{Duration, Instant};
 
 use pool::{
-    Address, Batch, Buffer, Grant, Lane as PoolLane, MultiPool, NodeIndex, Options, PlacedGrant,
-    Placement, Pool, Transfer,
+    Address, Batch, Buffer, DefaultNic, Grant, Lane as PoolLane, MultiPool, NodeIndex, Options,
+    PlacedGrant, Placement, Pool, Transfer,
 };
-use verbs::Nic;
+use verbs::{DmaMemory, Nic};
 
 use crate::Error;
 use crate::sys::PAGE_BYTES;
@@ -56,9 +56,8 @@ struct Chunks {
 
 /// Connects to memory nodes, with NICs that the addresses select, and allocates `frames` frames of
 /// staging for each.
-pub fn connect(nodes: &[Address], frames: u32) -> Result<Box<dyn Transport>, Error> {
-    let pools = connect_with_retry(nodes)?;
-    Ok(Box::new(PoolTransport::over(pools, nodes, frames)?))
+pub fn connect(nodes: &[Address], frames: u32) -> Result<PoolTransport<DefaultNic>, Error> {
+    PoolTransport::over(connect_with_retry(nodes)?, nodes, frames)
 }
 
 impl<N: Nic> PoolTransport<N> {
@@ -83,6 +82,24 @@ impl<N: Nic> PoolTransport<N> {
         };
         let nodes = (0..nodes.len() as u16).map(node).collect::<Result<_, _>>()?;
         Ok(Self { pools, nodes, frames, chunks: RwLock::default() })
+    }
+
+    /// Address of a chunk at its memory node.
+    pub(crate) fn address(&self, chunk: ChunkHandle) -> u64 {
+        self.grant(chunk).grant.addr
+    }
+
+    /// The staging memory that the first memory node's NIC accesses.
+    pub(crate) fn staging_memory(&self) -> &DmaMemory {
+        self.nodes[0].staging.memory()
+    }
+
+    /// Checks whether the first memory node is known to have ended. Never blocks.
+    ///
+    /// # Errors
+    /// [`TransportError::Gone`].
+    pub(crate) fn check_alive(&self) -> Result<(), TransportError> {
+        self.nodes[0].pool.control().check_alive().map_err(gone)
     }
 
     fn grant(&self, chunk: ChunkHandle) -> PlacedGrant {

@@ -113,6 +113,10 @@ pub enum Counter {
     MappingsUnpaged,
     /// Bytes of address space of these mappings.
     MappingsUnpagedBytes,
+    /// 1 in a process whose threads move pages to and from the chunks without a NIC.
+    DirectProcesses,
+    /// 1 in a process whose handler CPU-bound threads do not delay: it has SCHED_RR.
+    HandlersRealTime,
 }
 
 /// The live counters of this process.

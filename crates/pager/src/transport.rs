@@ -60,6 +60,8 @@ pub struct TransportStats {
     pub allocations_by_nic: u64,
     /// Chunks that the memory node's CPU allocated.
     pub allocations_by_cpu: u64,
+    /// The calling thread moves the pages, not a NIC.
+    pub is_direct: bool,
 }
 
 /// Backing memory of a pager. Each call blocks until all its transfers are done. The handler, the

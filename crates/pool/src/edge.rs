@@ -19,11 +19,12 @@ use std::sync::Arc;
 use metrics::{Metric, Samples};
 use rnic::limits::Limits;
 use rnic::nic::SoftNic;
-use rnic::port::shm::{Host, Session, SessionLimits};
+use rnic::port::shm::{Host, Session, SessionLimits, ThinFile};
 use verbs::{Error as VerbsError, Qpn, SessionSecret};
 
 use crate::nic::{
-    LocalFunction, NicHost, NicOpener, NicReport, NicSession, RemoteFunction, SessionNeeds,
+    ChunkFile, LocalFunction, NicHost, NicOpener, NicReport, NicSession, RemoteFunction,
+    SessionNeeds,
 };
 use crate::protocol::Dropped;
 use crate::remote::Listen;
@@ -32,6 +33,7 @@ use crate::{
     Pool, Remote, Service, Settings,
 };
 use scheme::registry::{ClientRegistry, NodeRegistry};
+use units::scheduling::Granted;
 
 /// The NIC of a pool whose user does not choose one.
 pub type DefaultNic = SoftNic;
@@ -94,6 +96,7 @@ impl NicHost for Host {
         let wire = &stats.wire;
         Ok(NicReport {
             cpu: stats.cpu,
+            scheduling: stats.scheduling.clone(),
             sleeps: stats.sleeps,
             wqes: stats.engine.wqes_total(),
             dropped: Dropped {
@@ -106,6 +109,11 @@ impl NicHost for Host {
             },
             counters: samples.numbers(),
         })
+    }
+
+    fn chunk_files(&self) -> Vec<ChunkFile> {
+        let file = |ThinFile { address, bytes, file }| ChunkFile { address, bytes, file };
+        self.thin_files().into_iter().map(file).collect()
     }
 }
 
@@ -165,6 +173,12 @@ impl Service {
                 None => SoftNic::host_with(limits(settings))?,
                 Some(wire) => SoftNic::host_over_with(wire, limits(settings))?,
             };
+            if settings.shares_chunks {
+                host.make_thin_files();
+            }
+            if settings.urgent_nic {
+                host.prioritize().map_err(gone)?;
+            }
             Ok((nic, Arc::new(host)))
         };
         Self::start_on(settings, endpoint, listen, open, &schemes::nodes())
@@ -176,6 +190,14 @@ impl NicService {
     pub fn start(wire: UdpSocket) -> Result<Self, Error> {
         let (_, host) = SoftNic::host_over(wire)?;
         Self::serve(Arc::new(host))
+    }
+
+    /// Like [`NicService::start`], and asks the system to run the NIC thread before CPU-bound
+    /// threads. Returns what it grants.
+    pub fn start_urgent(wire: UdpSocket) -> Result<(Self, Granted), Error> {
+        let (_, host) = SoftNic::host_over(wire)?;
+        let granted = host.prioritize().map_err(gone)?;
+        Ok((Self::serve(Arc::new(host))?, granted))
     }
 
     /// Starts a NIC that this process uses ([`SoftNic::host_own`]) and other processes can attach

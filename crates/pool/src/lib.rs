@@ -59,7 +59,9 @@ pub use {scheme, schemes};
 
 pub use address::{Address, LocalNic, Remote};
 pub use client::control::ControlPlane;
-pub use client::{Batch, Buffer, EmbeddedNode, Operation, Options, Pool, PoolStats, Transfer};
+pub use client::{
+    Batch, Buffer, ChunkMemory, EmbeddedNode, Operation, Options, Pool, PoolStats, Transfer,
+};
 pub use edge::DefaultNic;
 pub use multi::{MultiPool, NodeIndex, PlacedGrant, Placement};
 pub use node::{MemoryNode, NodeThreads};

@@ -28,7 +28,8 @@ declare! {
         nic_cpu_ns: counter("nic_cpu", "CPU time of the NIC thread, which plays the hardware.")
             .in_unit(Unit::Nanoseconds),
         nic_wakeups: counter("nic_sleeps", "Times that the NIC thread went to sleep."),
-    } except { node, nic_wqes, nic, trouble, dropped, nic_counters }
+        nic_ordinary: gauge("nic_ordinary", "1 if CPU-bound threads can delay the NIC thread."),
+    } except { node, nic_wqes, nic, nic_scheduling, trouble, dropped, nic_counters }
 }
 
 declare! {

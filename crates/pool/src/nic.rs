@@ -8,8 +8,10 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
+use units::scheduling::Granted;
 use verbs::{Error as VerbsError, Nic, Qpn, SessionSecret};
 
 use crate::protocol::Dropped;
@@ -62,6 +64,22 @@ pub trait NicHost: Send + Sync {
 
     /// The present counters of the NIC.
     fn report(&self) -> Result<NicReport, Error>;
+
+    /// The memory of chunks as files, if the NIC's owner has chosen that.
+    fn chunk_files(&self) -> Vec<ChunkFile> {
+        Vec::new()
+    }
+}
+
+/// Memory of chunks that is a file.
+#[derive(Clone, Debug)]
+pub struct ChunkFile {
+    /// Address of its first byte, as grants name it.
+    pub address: u64,
+    /// Its length in bytes.
+    pub bytes: u64,
+    /// The file.
+    pub file: Arc<OwnedFd>,
 }
 
 /// One attached process. Dropping the session revokes the keys of the process, and ends its queues.
@@ -97,6 +115,8 @@ pub struct SessionNeeds {
 pub struct NicReport {
     /// CPU time of the threads that play the hardware. Zero for hardware.
     pub cpu: Duration,
+    /// Scheduling of these threads, if a better one was asked for.
+    pub scheduling: Option<Granted>,
     /// Number of times that these threads went to sleep.
     pub sleeps: u64,
     /// WQEs executed without error.

@@ -17,7 +17,8 @@
 //! - A message is one JSON object in one datagram of a `SOCK_SEQPACKET` Unix socket, at most
 //!   [`MAX_BYTES`].
 //! - The first message selects the service of the memory node's process: `nic` (an attached
-//!   function of its NIC, which uses a protocol of its own from then on) or `pool`.
+//!   function of its NIC, which uses a protocol of its own from then on), `pool`, or `chunks` (the
+//!   memory of the chunks as files, from a private memory node only: one reply, then the end).
 //! - A reply carries the `id` of its request. Replies may arrive in another order than requests.
 //! - A message that cannot be decoded is answered with `error` and never ends the process that
 //!   reads it. Unknown fields are ignored; an unknown version is refused, and the reply names it.
@@ -44,7 +45,7 @@ pub const MAX_BYTES: usize = crate::socket::MESSAGE_MAX;
 /// The first message on a connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Opening {
-    /// `nic` or `pool`.
+    /// `nic`, `pool` or `chunks`.
     pub service: String,
     /// Version of the service's protocol. The `nic` service sends it in its first request instead.
     #[serde(default)]
@@ -58,6 +59,11 @@ impl Opening {
     /// The opening of a connection to the pool.
     pub fn pool() -> Self {
         Self { service: "pool".into(), version: VERSION, proof: None }
+    }
+
+    /// The opening of a connection that asks for the chunk memory.
+    pub fn chunks() -> Self {
+        Self { service: "chunks".into(), version: VERSION, proof: None }
     }
 }
 
@@ -141,6 +147,12 @@ pub enum Reply {
         /// QP number.
         peer: u32,
     },
+    /// Reply to the opening of service `chunks`. The files of these parts come with it, in the same
+    /// order.
+    Chunks {
+        /// Parts of the chunk memory.
+        parts: Vec<ChunkPart>,
+    },
     /// Reply to `audit` and `goodbye`.
     Done,
     /// Reply to `reset_management` of a compute node that is over a budget.
@@ -160,6 +172,15 @@ pub enum Reply {
         /// The reason.
         why: String,
     },
+}
+
+/// A part of the memory of chunks, which is a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChunkPart {
+    /// Address of its first byte, as grants name it.
+    pub address: u64,
+    /// Its length in bytes.
+    pub bytes: u64,
 }
 
 /// A request to be admitted, with the parts that concern the path to the compute node's QPs.
@@ -267,6 +288,13 @@ pub struct Status {
     pub nic_cpu_ns: u64,
     /// Wake-ups of the NIC thread.
     pub nic_wakeups: u64,
+    /// Scheduling of the NIC thread, and the reason why it is not a better one; empty if no better
+    /// one was asked for.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub nic_scheduling: String,
+    /// 1 if CPU-bound threads can delay the NIC thread: SCHED_RR was not granted or not asked for.
+    #[serde(default)]
+    pub nic_ordinary: u64,
     /// Work-queue elements that the NIC executed.
     pub nic_wqes: u64,
     /// Ports of the NIC: `shm`, or `shm and roce`.
@@ -394,6 +422,8 @@ mod tests {
         round_trip(Numbered { id: 4, body: Reply::Status(Box::new(status)) });
         round_trip(Numbered { id: 5, body: Reply::Management { peers: vec![7, 8] } });
         round_trip(Numbered { id: 6, body: Reply::Error { why: "no".into() } });
+        let parts = vec![ChunkPart { address: u64::MAX, bytes: 4096 }];
+        round_trip(Numbered { id: 0, body: Reply::Chunks { parts } });
     }
 
     #[test]

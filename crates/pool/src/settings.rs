@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use scheme::info::AccessKind;
 use scheme::options::SchemeOptions;
 use scheme::{MAX_GROUP, NodeSettings, Scheme, require};
 use schemes::blocks::{CHUNK_ORDER, Shape};
@@ -62,6 +63,12 @@ pub struct Settings {
     /// is returned to the operating system when a chunk is released, if the NIC runs in the memory
     /// node's process.
     pub keep_resident_bytes: u64,
+    /// Asks the system to run the NIC thread before CPU-bound threads ([`units::scheduling`]).
+    pub urgent_nic: bool,
+    /// Chunk memory is a file, which the service passes to processes of its own user. They then
+    /// read and write chunks without the NIC, and nothing keeps one of them from the chunks of
+    /// another. For a memory node that serves one program only.
+    pub shares_chunks: bool,
 }
 
 impl Default for Settings {
@@ -82,6 +89,8 @@ impl Default for Settings {
             paced: node.paced,
             nic_windows: None,
             keep_resident_bytes: 64 << 20,
+            urgent_nic: false,
+            shares_chunks: false,
         }
     }
 }
@@ -231,6 +240,12 @@ impl Settings {
             self.silence.as_millis(),
             "must be 1 ms to one hour",
         )?;
+        require(
+            !self.shares_chunks || self.scheme.access == AccessKind::OneSided,
+            "shares_chunks",
+            true,
+            format!("the addresses of scheme {} are not those of memory", self.scheme),
+        )?;
         require(self.nic_windows != Some(0), "nic_windows", 0, "must be at least 1")?;
         schemes::check(&self.scheme_part())
     }
@@ -247,7 +262,7 @@ mod tests {
 
     #[test]
     fn errors_name_the_setting() {
-        let cases: [(&str, Settings); 10] = [
+        let cases: [(&str, Settings); 11] = [
             ("cores", Settings::default().with("cores", 2)),
             ("silence_ms", Settings { silence: Duration::ZERO, ..Settings::default() }),
             ("chunk_bytes", Settings { chunk_bytes: 256, ..Settings::default() }),
@@ -256,6 +271,15 @@ mod tests {
             (
                 "donate_bytes",
                 Settings { donate_bytes: 1 << 40, chunk_bytes: 512, ..Settings::default() },
+            ),
+            (
+                "shares_chunks",
+                Settings {
+                    shares_chunks: true,
+                    chunk_bytes: 4096,
+                    scheme: schemes::ODRP,
+                    ..Settings::default()
+                },
             ),
             ("group_size", Settings { group_size: 1, ..Settings::default() }),
             ("credits", Settings { credits: 12, ..Settings::default() }),

@@ -11,7 +11,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 pub use rnic::port::shm::Peer;
 pub use rnic::port::shm::peer::user;
-pub use rnic::port::shm::protocol::MESSAGE_MAX;
+pub use rnic::port::shm::protocol::{DESCRIPTORS_MAX, MESSAGE_MAX};
 pub use rnic::port::shm::socket::{Packet, PeerSocket, close_deferred, receive, send};
 
 use crate::Error;

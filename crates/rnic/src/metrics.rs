@@ -105,7 +105,7 @@ declare! {
             "nic_unsent",
             "Packets that the kernel did not accept for sending."
         ),
-    } except { cpu, sleeps, engine, wire }
+    } except { cpu, sleeps, scheduling, engine, wire }
 }
 
 /// The declarations of all counters that [`sample`] reports.

@@ -5,6 +5,7 @@
 //! | [`cpus`] | CPUs of the host |
 //! | [`number`] | formatting of numbers for people |
 //! | [`random`] | pseudo-random numbers of a seed |
+//! | [`scheduling`] | scheduling of threads for which others wait |
 //! | [`size`] | parsing and formatting of sizes in bytes |
 //! | [`token_bucket`] | rate limits |
 //!
@@ -15,6 +16,7 @@
 pub mod cpus;
 pub mod number;
 pub mod random;
+pub mod scheduling;
 pub mod size;
 pub mod token_bucket;
 

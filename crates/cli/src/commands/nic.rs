@@ -46,8 +46,8 @@ impl Nic {
         let open = || format!("open a UDP socket at {}", self.local);
         let socket = UdpSocket::bind((self.local, 0)).with_context(open)?;
         let port = socket.local_addr().with_context(open)?.port();
-        let service = NicService::start(socket)?;
-        tracing::info!(socket = %service.path().display(), port, "NIC is ready");
+        let (service, scheduling) = NicService::start_urgent(socket)?;
+        tracing::info!(socket = %service.path().display(), port, %scheduling, "NIC is ready");
         let nic = LocalNic { socket: service.path().to_owned(), port };
         report.print(serde_json::to_string(&Ready::new(&nic))?)?;
         while !signals.wait(SIGNAL_TIMEOUT).context("wait for signals")? {}

@@ -11,6 +11,7 @@ use pager::run::RunDirectory;
 use pager::stats::Summary;
 use pool::protocol::Status;
 use pool::{Address, Scheme, Settings, schemes};
+use scheme::info::AccessKind;
 use units::Size;
 
 use crate::log::{Log, LogLevel};
@@ -48,6 +49,12 @@ pub struct Run {
     )]
     scheme: Scheme,
 
+    /// How pages reach the private memory node: direct (the process that needs a page copies it) or
+    /// nic (READ and WRITE of the software NIC, as to other memory nodes). Direct is faster, most
+    /// of all while other programs use all cores
+    #[arg(long, value_enum, default_value_t, conflicts_with = "pool")]
+    private_node: PrivateNode,
+
     #[command(flatten)]
     token: TokenFile,
 
@@ -78,6 +85,31 @@ pub struct Run {
     pub program: Vec<OsString>,
 }
 
+/// How pages reach the private memory node.
+#[derive(clap::ValueEnum, Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum PrivateNode {
+    /// The process that needs a page copies it
+    #[default]
+    Direct,
+    /// By READ and WRITE of the software NIC
+    Nic,
+}
+
+impl PrivateNode {
+    /// The choice for a private memory node with `scheme`.
+    fn with(self, scheme: Scheme) -> Self {
+        // In other schemes a grant has no address of memory.
+        if scheme.access == AccessKind::OneSided { self } else { Self::Nic }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Direct => "direct",
+            Self::Nic => "nic",
+        }
+    }
+}
+
 /// Processes of the program that can use the private memory node at a time. Further processes wait
 /// until others end.
 const PROCESSES: u32 = 512;
@@ -96,12 +128,15 @@ impl Run {
         self.donation.check("run")?;
         let log = self.log.start(LogLevel::Error);
         let (program, arguments) = self.program.split_first().expect("clap requires a program");
+        let private_node = self.pool.is_none().then(|| self.private_node.with(self.scheme));
+        let is_direct = private_node == Some(PrivateNode::Direct);
         let private = match &self.pool {
             Some(_) => None,
             None => {
                 let settings = Settings {
                     scheme: self.scheme,
                     clients_max: PROCESSES,
+                    shares_chunks: is_direct,
                     ..self.donation.settings()
                 };
                 node::warn_if_unsafe(settings.scheme);
@@ -135,7 +170,7 @@ impl Run {
                 Address::write_list(&addresses)
             }
         };
-        let mut config = Config::new(self.local.bytes(), pool_address);
+        let mut config = Config { is_direct, ..Config::new(self.local.bytes(), pool_address) };
         config.allow_unpaged = self.allow_unpaged;
         let directory = RunDirectory::create()?;
         let (counters, node) =
@@ -161,7 +196,10 @@ impl Run {
         if self.stats || self.stats_json.is_some() {
             // If a memory node has ended meanwhile, its CPU times stay at the earlier values.
             let after = pool_status(&pool).unwrap_or_else(|_| before.clone());
-            let summary = RunSummary::new(self.local, &ended.summary, &before, &after);
+            let summary = RunSummary {
+                private_node: private_node.map(|chosen| chosen.name().to_owned()),
+                ..RunSummary::new(self.local, &ended.summary, &before, &after)
+            };
             self.print(&ended.summary, &summary)?;
         }
         Ok(ExitCode::from(u8::try_from(ended.code()).unwrap_or(u8::MAX)))

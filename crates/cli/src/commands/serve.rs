@@ -69,6 +69,11 @@ pub struct Serve {
     #[arg(long, hide = true, conflicts_with = "socket")]
     private: bool,
 
+    /// Pass the memory of the chunks to processes of this user, which then move pages without the
+    /// NIC
+    #[arg(long, hide = true, requires = "private")]
+    share_chunks: bool,
+
     /// Allocation scheme: onesidedmw (the NIC allocates) or finemem (the compute node allocates
     /// with one-sided operations). For comparison: odrp (the NIC allocates pages at their first
     /// access); rpc-mw-2, fine-mr, static-mr, ondemand-rpc (the memory node's CPU allocates on
@@ -233,6 +238,8 @@ impl Serve {
             nic_windows: self.nic_windows,
             keep_resident_bytes: self.keep_resident.bytes(),
             silence: Duration::from_millis(self.silence_ms),
+            urgent_nic: true,
+            shares_chunks: self.share_chunks,
             ..self.donation.settings()
         };
         let budget = Budget {

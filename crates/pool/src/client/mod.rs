@@ -11,6 +11,7 @@ mod access;
 mod access_qp;
 mod batch;
 mod buffer;
+mod chunk_memory;
 mod connect;
 pub mod control;
 mod detached;
@@ -29,6 +30,7 @@ use verbs::{Access, MemoryRegion, Nic};
 
 pub use batch::{Batch, Transfer};
 pub use buffer::Buffer;
+pub use chunk_memory::ChunkMemory;
 pub use embedded::EmbeddedNode;
 pub use operation::Operation;
 

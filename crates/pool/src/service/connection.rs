@@ -11,8 +11,8 @@ use rustix::net::SendFlags;
 use super::client_limits::PeerIdentity;
 use super::connection_limits::{ConnectionId, Holder, User};
 use crate::Error;
-use crate::nic::NicSession;
-use crate::protocol::{self, Numbered, Reply};
+use crate::nic::{ChunkFile, NicSession};
+use crate::protocol::{self, ChunkPart, Numbered, Reply};
 use crate::remote::ConnectionSecret;
 use crate::remote::frames::{Inbox, Read, frame};
 use crate::remote::route::{RoceEnd, roce_end};
@@ -207,6 +207,27 @@ impl Connection {
         };
         self.outbox.push_back((bytes, fds));
         self.flush()
+    }
+
+    /// The user of a process of this host, if the kernel reports it.
+    pub fn local_user(&self) -> Option<u32> {
+        match &self.socket {
+            Socket::Local(fd) => socket::user(fd),
+            Socket::Remote { .. } => None,
+        }
+    }
+
+    /// Sends the chunk memory: its parts, and their files.
+    pub fn send_chunks(&mut self, files: &[ChunkFile]) -> Result<(), Error> {
+        let part = |file: &ChunkFile| ChunkPart { address: file.address, bytes: file.bytes };
+        let attempt = "passing on the chunk memory";
+        let copies = files.iter().map(|file| file.file.try_clone()).collect::<Result<_, _>>();
+        let copies = copies.map_err(|source| Error::System { attempt: attempt.into(), source })?;
+        let body = Reply::Chunks { parts: files.iter().map(part).collect() };
+        let bytes = protocol::encode(attempt, &Numbered { id: 0, body })?;
+        // If the process does not receive it, its connection ends without an answer.
+        self.send(bytes, copies);
+        Ok(())
     }
 
     /// Sends a reply of the pool protocol.

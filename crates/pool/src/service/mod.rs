@@ -45,13 +45,14 @@ use verbs::Nic;
 use self::control::{ControlSockets, Epoll};
 pub use self::nic::NicService;
 use crate::cpu::ThreadClock;
-use crate::nic::NicHost;
+use crate::nic::{ChunkFile, NicHost};
 use crate::node::{MemoryNode, NodeThreads, PauseGate};
 use crate::protocol::{Status, Trouble};
 use crate::remote::{Listen, RemoteListener};
-use crate::socket::{Endpoint, Listener};
+use crate::socket::{DESCRIPTORS_MAX, Endpoint, Listener};
 use crate::{Error, Settings};
 use scheme::registry::NodeRegistry;
+use units::scheduling::Class;
 
 /// A running memory node; dropping it stops it.
 pub struct Service {
@@ -261,6 +262,8 @@ impl Shared {
         let (unretired, why) = self.node.unretired();
         let trouble = self.trouble.lock().clone();
         let trouble = Trouble { unretired, last: why.or(trouble.last.clone()), ..trouble };
+        let status = Status::of(self.node.settings(), self.node.status()?);
+        let in_files: u64 = self.host.chunk_files().iter().map(|file| held_bytes(&file.file)).sum();
         Ok(Status {
             trouble,
             nic_counters: nic.counters,
@@ -268,11 +271,42 @@ impl Shared {
             control_cpu_ns: control.as_nanos() as u64,
             control_wakeups: wakeups,
             nic_cpu_ns: nic.cpu.as_nanos() as u64,
+            nic_ordinary: nic
+                .scheduling
+                .as_ref()
+                .is_none_or(|granted| granted.class != Class::RealTime)
+                .into(),
+            nic_scheduling: nic.scheduling.map(|granted| granted.to_string()).unwrap_or_default(),
             nic_wakeups: nic.sleeps,
             nic_wqes: nic.wqes,
             nic: self.host.name().into(),
             dropped: nic.dropped,
-            ..Status::of(self.node.settings(), self.node.status()?)
+            resident_bytes: status.resident_bytes + in_files,
+            ..status
         })
     }
+
+    /// The chunk memory as files, for a process of the user `user`.
+    ///
+    /// With the files the process reaches the chunks of all clients. So a process of another user
+    /// (a program's child that has changed its user) gets none, and uses the NIC.
+    ///
+    /// # Errors
+    /// The reason why the process gets no file.
+    fn shared_chunks(&self, user: Option<u32>) -> Result<Vec<ChunkFile>, &'static str> {
+        if user != Some(rustix::process::geteuid().as_raw()) {
+            return Err("only processes of its own user get the chunk memory");
+        }
+        let files = self.host.chunk_files();
+        match files.len() {
+            1..=DESCRIPTORS_MAX => Ok(files),
+            _ => Err("it does not pass on its chunk memory"),
+        }
+    }
+}
+
+/// Bytes of RAM that a file in memory holds; 0 if the system does not report it.
+fn held_bytes(file: &OwnedFd) -> u64 {
+    const BLOCK: u64 = 512;
+    rustix::fs::fstat(file).map_or(0, |stat| stat.st_blocks as u64 * BLOCK)
 }

@@ -96,9 +96,7 @@ impl Function {
     pub fn alloc_thin(&self, bytes: usize, unit: usize, kept: usize) -> Result<DmaMemory, Error> {
         match self {
             Function::Inline(f) => f.alloc_thin(bytes, unit, kept),
-            Function::Local(_) => {
-                DmaMemory::thin(bytes, unit, kept).map_err(Error::system("mapping memory"))
-            }
+            Function::Local(f) => f.alloc_thin(bytes, unit, kept),
             Function::Attached(f) => f.alloc_dma(bytes),
         }
     }

@@ -20,6 +20,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::error::Error;
 use super::sleeper::{Environment, SLOW, Sleeper};
+use units::scheduling::Scheduling;
 use verbs::FunctionId;
 
 /// After a slow wake-up, slow functions pause for this multiple of its duration.
@@ -116,15 +117,21 @@ impl WakeList {
 }
 
 impl Waker {
-    /// Starts the thread.
-    pub fn start(env: Environment) -> Result<Self, Error> {
+    /// Starts the thread. `is_urgent`: asks for a better scheduling than that of ordinary threads.
+    pub fn start(env: Environment, is_urgent: bool) -> Result<Self, Error> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let notifier = eventfd(0, flags).map_err(Error::system("making an eventfd"))?;
         let shared = Arc::new(Shared { list: Mutex::default(), notifier });
         let for_thread = shared.clone();
         let thread = std::thread::Builder::new()
             .name("granary-waker".to_string())
-            .spawn(move || for_thread.run(&env))
+            .spawn(move || {
+                // The thread sleeps nine tenths of the time if its wake-ups are slow.
+                if is_urgent {
+                    Scheduling::ask();
+                }
+                for_thread.run(&env);
+            })
             .map_err(|source| Error::System { attempt: "starting the waker thread", source })?;
         Ok(Self { shared, thread: Some(thread) })
     }
@@ -249,7 +256,7 @@ mod tests {
 
     #[test]
     fn waker_thread_serves_wakeups_and_ends_on_drop() {
-        let waker = Waker::start(Environment::SYSTEM).unwrap();
+        let waker = Waker::start(Environment::SYSTEM, false).unwrap();
         let (queue, sleeper) = (waker.queue(), sleeper());
         let until = Instant::now() + Duration::from_secs(20);
         let wait = |done: &dyn Fn() -> bool| {
@@ -271,7 +278,7 @@ mod tests {
 
     #[test]
     fn waker_eventfd_is_nonblocking_and_close_on_exec() {
-        let waker = Waker::start(Environment::SYSTEM).unwrap();
+        let waker = Waker::start(Environment::SYSTEM, false).unwrap();
         let notifier = &waker.shared.notifier;
         let flags = rustix::fs::fcntl_getfl(notifier).unwrap();
         assert!(flags.contains(rustix::fs::OFlags::NONBLOCK));

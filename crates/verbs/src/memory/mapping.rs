@@ -1,8 +1,10 @@
 //! Memory mappings of this process, and discarding of their pages.
 
+use std::os::fd::OwnedFd;
 use std::ptr;
 use std::sync::OnceLock;
 
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use rustix::param::page_size;
@@ -74,6 +76,8 @@ pub(super) struct Thin {
     pub len: usize,
     /// Bytes at the start whose pages are never discarded.
     kept: usize,
+    /// Advice by which the kernel discards pages.
+    discards: Advice,
 }
 
 // SAFETY: a mapping belongs to the process, not to a thread.
@@ -93,7 +97,7 @@ impl Thin {
         if unit >= HUGE_PAGE {
             let map = Mapping::anonymous(len + HUGE_PAGE)?;
             let base = map.base.wrapping_add(map.base.align_offset(HUGE_PAGE));
-            return Ok(Self { _map: map, base, len, kept });
+            return Ok(Self { _map: map, base, len, kept, discards: Advice::LinuxDontNeed });
         }
         let map = Mapping::anonymous(len)?;
         let base = map.base;
@@ -104,7 +108,23 @@ impl Thin {
                 madvise(base.wrapping_add(kept).cast(), len - kept, Advice::LinuxNoHugepage)
             };
         }
-        Ok(Self { _map: map, base, len, kept })
+        Ok(Self { _map: map, base, len, kept, discards: Advice::LinuxDontNeed })
+    }
+
+    /// Maps `len` zeroed bytes, rounded up to pages, of a new memfd, and returns the memfd too. The
+    /// size of the memfd is sealed: no process with the descriptor can make an access here fail.
+    pub fn file(len: usize, kept: usize) -> Result<(Self, OwnedFd), Errno> {
+        let len = page_multiple(len);
+        let kept = kept.next_multiple_of(page_size()).min(len);
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = memfd_create("granary-chunks", flags)?;
+        ftruncate(&file, len as u64)?;
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        let map = Mapping::shared(&file, 0, len)?;
+        let base = map.base;
+        // The pages of a file belong to all its mappings: only removing them from the file frees
+        // their RAM.
+        Ok((Self { _map: map, base, len, kept, discards: Advice::LinuxRemove }, file))
     }
 
     /// Returns how many of the `len` bytes at `at` lie in the kept part, which is at the front.
@@ -121,10 +141,10 @@ impl Thin {
         if !whole || len == 0 || self.kept(at, len) > 0 {
             return false;
         }
-        // SAFETY: the range lies in the mapping (checked by the caller), which is private and
-        // anonymous: its pages read as zeros afterwards. No reference into it exists (see
+        // SAFETY: the range lies in the mapping (checked by the caller). `discards` suits the
+        // mapping, so its pages read as zeros afterwards. No reference into it exists (see
         // `memory`).
-        unsafe { madvise(at.cast(), len, Advice::LinuxDontNeed).is_ok() }
+        unsafe { madvise(at.cast(), len, self.discards).is_ok() }
     }
 }
 

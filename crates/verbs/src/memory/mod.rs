@@ -12,6 +12,7 @@ mod mapping;
 use std::any::Any;
 use std::fmt;
 use std::marker::PhantomData;
+use std::os::fd::OwnedFd;
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -88,6 +89,18 @@ impl DmaMemory {
         Ok(unsafe { Self::from_raw(base, len, Arc::new(thin)) })
     }
 
+    /// Allocates like [`DmaMemory::thin`], as a memfd, which is returned too: a process that
+    /// receives the descriptor can read and write the bytes at the same offsets, and cannot change
+    /// the size.
+    ///
+    /// Fails with the system's error if the file cannot be created or mapped.
+    pub fn thin_file(len: usize, kept: usize) -> Result<(Self, OwnedFd), rustix::io::Errno> {
+        let (thin, file) = Thin::file(len, kept)?;
+        let (base, len) = (thin.base, thin.len);
+        // SAFETY: the mapping is unmapped only when `thin`, the owner, is dropped.
+        Ok((unsafe { Self::from_raw(base, len, Arc::new(thin)) }, file))
+    }
+
     /// Returns `len` bytes, rounded up to pages, that are always zero and occupy no RAM. The memory
     /// is read-only: a write to it ends the process with a signal.
     ///
@@ -103,8 +116,9 @@ impl DmaMemory {
     }
 
     /// Zeroes `len` bytes at `offset` by returning their pages to the kernel. Returns false and
-    /// changes nothing unless the memory was created by [`DmaMemory::thin`] and the bytes are whole
-    /// pages behind the kept part. Panics if the bytes lie outside the range.
+    /// changes nothing unless the memory was created by [`DmaMemory::thin`] or
+    /// [`DmaMemory::thin_file`] and the bytes are whole pages behind the kept part. Panics if the
+    /// bytes lie outside the range.
     pub fn discard(&self, offset: usize, len: usize) -> bool {
         let at = self.checked(offset, len);
         self.owner.downcast_ref::<Thin>().is_some_and(|thin| thin.discard(at, len))
@@ -464,6 +478,31 @@ mod tests {
         let mut bytes = vec![1; len];
         m.read(0, &mut bytes);
         assert!(bytes.iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "Miri has no memfd and no madvise")]
+    fn thin_file_is_shared_sealed_and_freed_by_zeros() {
+        use std::os::unix::fs::{FileExt, MetadataExt};
+        let (page, len) = (rustix::param::page_size(), 64 * rustix::param::page_size());
+        let (m, file) = DmaMemory::thin_file(len, 2 * page).unwrap();
+        let file = std::fs::File::from(file);
+        let held = || file.metadata().unwrap().blocks() as usize * 512;
+        assert_eq!(held(), 0, "no page before the first write");
+        file.write_all_at(b"from outside", 5 * page as u64).unwrap();
+        let mut text = [0; 12];
+        m.read(5 * page, &mut text);
+        assert_eq!((&text, held()), (b"from outside", page));
+        m.write(0, &vec![0xa5; len]);
+        let mut last = [0; 1];
+        file.read_exact_at(&mut last, len as u64 - 1).unwrap();
+        assert_eq!((last, held()), ([0xa5], len));
+        m.zero(0, len);
+        assert_eq!(held(), 2 * page, "the kept pages");
+        let mut bytes = vec![1; len];
+        file.read_exact_at(&mut bytes, 0).unwrap();
+        assert!(bytes.iter().all(|byte| *byte == 0));
+        assert!(file.set_len(0).is_err() && file.set_len(2 * len as u64).is_err());
     }
 
     #[test]

@@ -18,11 +18,12 @@ use crate::worker_process::WorkerProcess;
 
 /// Measure page faults on remote pages: the pager against bare userfaultfd
 ///
-/// Measures random faults, one page at a time, and sequential faults, which the pager batches. Two
-/// processes run under `granary run`: one pages to a memory node, the other to memory of its own
-/// host (scheme "memory": the pager without the pool). The same run measures a baseline, scheme
-/// "bare": a userfaultfd handler without a pager, on the faulting thread's core, which moves 64
-/// pages per UFFDIO_COPY and drops pages with MADV_DONTNEED.
+/// Measures random faults, one page at a time, and sequential faults, which the pager batches.
+/// Three processes run under `granary run`: one pages to a memory node over its NIC (NIC "shm"),
+/// one to a private memory node without the NIC (NIC "direct"), one to memory of its own host
+/// (scheme "memory": the pager without the pool). The same run measures a baseline, scheme "bare":
+/// a userfaultfd handler without a pager, on the faulting thread's core, which moves 64 pages per
+/// UFFDIO_COPY and drops pages with MADV_DONTNEED.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Fault {
@@ -86,8 +87,10 @@ impl Fault {
         let steps = 1 + (Pattern::ALL.len() * rounds as usize) as u64;
         let bar = self.output.progress().bar("fault", steps);
         bar.say(&format!("page out {}", self.memory));
-        let pool = PoolAddress::Node(node.address());
+        let served = ["--pool".to_owned(), PoolAddress::Node(node.address()).to_string()];
+        let private = ["--memory".to_owned(), settings.donate_bytes.to_string()];
         let store = PoolAddress::Store(format!("memory:{}", settings.donate_bytes));
+        let store = ["--pool".to_owned(), store.to_string()];
         let mut handlers = [
             FaultHandler { scheme: BASELINE_SCHEME, nic: BASELINE_NIC, paged: None },
             FaultHandler {
@@ -98,14 +101,19 @@ impl Fault {
             FaultHandler {
                 scheme: settings.scheme.name,
                 nic: "shm",
-                paged: Some(self.start_paged(&pool)?),
+                paged: Some(self.start_paged(&served)?),
+            },
+            FaultHandler {
+                scheme: settings.scheme.name,
+                nic: "direct",
+                paged: Some(self.start_paged(&private)?),
             },
         ];
         bar.step();
         for pattern in Pattern::ALL {
             bar.say(&pattern.to_string());
             let spec = self.spec(pattern);
-            let mut outcomes = [Outcome::default(), Outcome::default(), Outcome::default()];
+            let mut outcomes = handlers.each_ref().map(|_| Outcome::default());
             for _ in 0..rounds {
                 for (handler, outcome) in handlers.iter_mut().zip(&mut outcomes) {
                     outcome.merge(&handler.measure(&spec)?);
@@ -149,11 +157,12 @@ impl Fault {
     }
 
     /// Starts a worker under `granary run` and waits until it has filled its memory.
-    fn start_paged(&self, pool: &PoolAddress) -> anyhow::Result<WorkerProcess> {
+    /// Starts a paged process, with the options of `granary run` that name its pool.
+    fn start_paged(&self, pool: &[String]) -> anyhow::Result<WorkerProcess> {
         let granary = std::env::current_exe().context("find the path of this program")?;
         let mut command = Command::new(&granary);
         command.arg("run").arg("--local").arg(self.local.to_string());
-        command.arg("--pool").arg(pool.to_string());
+        command.args(pool);
         command.arg("--").arg(&granary);
         command.args(["worker", "fault", "--memory"]).arg(self.memory.to_string());
         let mut worker = WorkerProcess::start(&mut command)?;

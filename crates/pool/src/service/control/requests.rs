@@ -104,6 +104,14 @@ impl Control<'_> {
                 return true;
             }
             "nic" => "only processes of its own host can attach to the NIC".into(),
+            "chunks" => match self.shared.shared_chunks(connection.local_user()) {
+                Ok(files) => match connection.send_chunks(&files) {
+                    // The connection has no further use.
+                    Ok(()) => return false,
+                    Err(e) => e.to_string(),
+                },
+                Err(why) => why.into(),
+            },
             "pool" if opening.version == VERSION => {
                 let secret = nonces.map(|n| ConnectionSecret::new(token, &n, authenticated));
                 connection.role = Role::Pool(PoolSession { secret, ..PoolSession::default() });

@@ -38,10 +38,10 @@ use rustix::mm::Advice;
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 
 use super::super::error::Error;
-use super::nic_thread::{
-    NicThread, ROUNDS_PER_CLOCK, RoundResult, SLEEP_AFTER, SPIN, Shared, timespec, watch,
-};
+use super::idle::{IdlePolicy, Situation, Step};
+use super::nic_thread::{NicThread, ROUNDS_PER_CLOCK, RoundResult, Shared, timespec, watch};
 use units::cpus::has_one_cpu;
+use units::scheduling::RunQueue;
 use verbs::DmaMemory;
 
 /// Time without a caller's round after which the NIC thread takes the engine back.
@@ -143,6 +143,7 @@ impl EngineDriver {
     pub fn run(&self) {
         let _end = End(self);
         let mut nic = self.nic.lock();
+        let (mut policy, run_queue) = (IdlePolicy::default(), RunQueue::open());
         let mut idle_since = None;
         let mut now = 0;
         let mut rounds = 0;
@@ -154,28 +155,48 @@ impl EngineDriver {
                 continue;
             }
             if nic.work(now) {
+                policy.worked(|| nic.now_ns());
                 idle_since = None;
                 rounds += 1;
                 if rounds % ROUNDS_PER_CLOCK == 0 {
                     now = nic.now_ns();
+                    if nic.scheduling.is_real_time()
+                        && policy.must_step_down(now, || run_queue.is_long())
+                    {
+                        nic.scheduling.step_down();
+                    }
                     // A client on this CPU would not see its completion until the scheduler
                     // preempts this thread.
                     if nic.take_yield_requests(now) {
+                        nic.scheduling.step_down();
                         now = nic.yield_cpu(now, true);
                     }
                 }
                 continue;
             }
             now = nic.now_ns();
-            let since = *idle_since.get_or_insert(now);
-            let idle = Duration::from_nanos(now - since);
-            if idle >= SLEEP_AFTER {
-                self.sleep(&mut nic, now);
-                one_cpu = has_one_cpu();
-                idle_since = None;
-                now = nic.now_ns();
-            } else if nic.take_yield_requests(now) || one_cpu || idle >= SPIN {
-                now = nic.yield_cpu(now, false);
+            let situation = Situation {
+                now,
+                since: *idle_since.get_or_insert(now),
+                has_clients: nic.has_clients(),
+                must_yield: nic.take_yield_requests(now) || one_cpu,
+                real_time: nic.scheduling.is_real_time(),
+            };
+            match policy.step(situation, || run_queue.is_long()) {
+                Step::Poll => {}
+                Step::Yield => {
+                    let before = now;
+                    now = nic.yield_cpu(now, false);
+                    policy.yielded(Duration::from_nanos(now - before), now);
+                }
+                Step::Sleep => {
+                    nic.scheduling.step_up();
+                    self.sleep(&mut nic, now);
+                    one_cpu = has_one_cpu();
+                    idle_since = None;
+                    now = nic.now_ns();
+                    policy.slept(now);
+                }
             }
         }
     }

@@ -2,9 +2,8 @@
 
 use std::os::fd::OwnedFd;
 use std::os::unix::thread::JoinHandleExt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc;
+use std::sync::{Arc, OnceLock, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -28,6 +27,7 @@ use super::page::{ASLEEP_RNR, doorbells_in, page_bytes};
 use crate::limits::{FunctionLimits, Limits, WireLimits};
 use crate::spec::Stats;
 use crate::wire::WireStats;
+use units::scheduling::Granted;
 use verbs::{DmaMemory, FunctionId};
 
 /// Doorbells of the physical function: one for each queue pair with an unmanaged send queue.
@@ -64,6 +64,21 @@ pub(super) struct HostInner {
     waker: Mutex<Option<Waker>>,
     /// The NIC has a UDP socket for RoCEv2.
     has_roce: bool,
+    /// Thin memory that was allocated as files; `None`: thin memory is private.
+    thin_files: OnceLock<Mutex<Vec<ThinFile>>>,
+    /// The scheduling that the NIC thread has been granted, if [`Host::prioritize`] was called.
+    granted: OnceLock<Granted>,
+}
+
+/// Thin memory of the NIC's owner that is a file.
+#[derive(Clone, Debug)]
+pub struct ThinFile {
+    /// Address of its first byte in this process.
+    pub address: u64,
+    /// Its length in bytes.
+    pub bytes: u64,
+    /// The file: the byte at offset 0 is the byte at `address`.
+    pub file: Arc<OwnedFd>,
 }
 
 /// Counters of a NIC.
@@ -74,6 +89,8 @@ pub struct HostStats {
     pub cpu: Duration,
     /// Number of times that the NIC thread went to sleep.
     pub sleeps: u64,
+    /// Scheduling of the NIC thread; `None` if no better one was asked for.
+    pub scheduling: Option<Granted>,
     /// The engine's counters.
     pub engine: Stats,
     /// The engine's counters of packets between hosts.
@@ -140,7 +157,52 @@ impl Host {
             .spawn(move || for_thread.run())
             .map_err(|source| Error::System { attempt: "starting the NIC thread", source })?;
         let (pieces, thread, waker) = (Arc::default(), Some(thread), Mutex::default());
-        Ok(Self(Arc::new(HostInner { pieces, shared, thread, driver, physical, waker, has_roce })))
+        let thin_files = OnceLock::new();
+        Ok(Self(Arc::new(HostInner {
+            pieces,
+            shared,
+            thread,
+            driver,
+            physical,
+            waker,
+            has_roce,
+            thin_files,
+            granted: OnceLock::new(),
+        })))
+    }
+
+    /// Asks the system to run the NIC thread and the waker thread before CPU-bound threads
+    /// ([`units::scheduling`]), and returns what it grants to the NIC thread. For a process that
+    /// serves other processes, because the scheduling of the whole machine is affected.
+    ///
+    /// # Errors
+    /// The NIC thread has ended.
+    pub fn prioritize(&self) -> Result<Granted, Error> {
+        let granted = self.call(NicThread::prioritize)?;
+        Ok(self.0.granted.get_or_init(|| granted).clone())
+    }
+
+    /// Makes thin memory of the NIC's owner a file from now on, which can be passed to another
+    /// process ([`Host::thin_files`]). A process that has the file reads and writes the memory past
+    /// the NIC and its keys.
+    pub fn make_thin_files(&self) {
+        self.0.thin_files.get_or_init(Mutex::default);
+    }
+
+    /// Thin memory that was allocated as files.
+    pub fn thin_files(&self) -> Vec<ThinFile> {
+        self.0.thin_files.get().map_or_else(Vec::new, |files| files.lock().clone())
+    }
+
+    fn alloc_thin(&self, bytes: usize, unit: usize, kept: usize) -> Result<DmaMemory, Error> {
+        let system = Error::system("mapping memory");
+        let Some(files) = self.0.thin_files.get() else {
+            return DmaMemory::thin(bytes, unit, kept).map_err(system);
+        };
+        let (memory, file) = DmaMemory::thin_file(bytes, kept).map_err(system)?;
+        let (address, bytes, file) = (memory.addr(), memory.len() as u64, Arc::new(file));
+        files.lock().push(ThinFile { address, bytes, file });
+        Ok(memory)
     }
 
     /// Whether QPs of this NIC can connect to QPs of other hosts.
@@ -237,7 +299,7 @@ impl Host {
     fn start_waker(&self) -> Result<(), Error> {
         let mut waker = self.0.waker.lock();
         if waker.is_none() {
-            let started = Waker::start(Environment::SYSTEM)?;
+            let started = Waker::start(Environment::SYSTEM, self.0.granted.get().is_some())?;
             let queue = started.queue();
             self.call(move |nic| nic.core.wakes.set_waker(queue))?;
             *waker = Some(started);
@@ -253,7 +315,8 @@ impl Host {
             (engine.stats().clone(), engine.wire_stats().clone(), nic.unsent())
         })?;
         let sleeps = self.0.shared.sleeps.load(Ordering::Relaxed);
-        Ok(HostStats { cpu, sleeps, engine, wire, unsent })
+        let scheduling = self.0.granted.get().cloned();
+        Ok(HostStats { cpu, sleeps, scheduling, engine, wire, unsent })
     }
 
     /// CPU time that the NIC thread and the waker thread have used. Does not wake them.
@@ -384,6 +447,11 @@ impl LocalFunction {
     pub fn execute(&self, verb: Verb<DmaMemory>) -> Result<Reply, Error> {
         let id = self.id;
         self.host.call(move |nic| nic.execute(id, verb))?
+    }
+
+    /// Allocates [`DmaMemory::thin`] memory, as a file after [`Host::make_thin_files`].
+    pub fn alloc_thin(&self, bytes: usize, unit: usize, kept: usize) -> Result<DmaMemory, Error> {
+        self.host.alloc_thin(bytes, unit, kept)
     }
 
     /// Yields the calling thread's CPU to the NIC thread if the NIC thread runs on the same CPU;

@@ -28,6 +28,7 @@ mod doorbell;
 mod doorbell_scanner;
 mod driver;
 mod host;
+mod idle;
 mod nic_thread;
 mod page;
 pub mod peer;
@@ -46,6 +47,6 @@ pub mod raw {
 
 pub use client::{Attached, Raw};
 pub use doorbell::MappedDoorbell;
-pub use host::{Host, HostStats, LocalFunction};
+pub use host::{Host, HostStats, LocalFunction, ThinFile};
 pub use peer::Peer;
 pub use session::{Session, SessionLimits};

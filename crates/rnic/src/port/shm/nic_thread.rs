@@ -1,9 +1,9 @@
 //! The state and the round of the NIC thread, which plays the hardware.
 //!
 //! A round takes jobs from the mailbox (control verbs), scans the doorbells, runs the engine, and
-//! wakes threads that sleep on completions. After a while without work the NIC thread sleeps on the
-//! eventfds of its functions; then it uses no CPU. The loop, and the threads that may also run the
-//! engine, are in `driver.rs`.
+//! wakes threads that sleep on completions. After a while without work (`idle.rs`) the NIC thread
+//! sleeps on the eventfds of its functions; then it uses no CPU. The loop, and the threads that may
+//! also run the engine, are in `driver.rs`.
 //!
 //! A function's eventfd is shared with its client, which may misuse it. So the NIC thread never
 //! reads the eventfd, but watches it edge-triggered: each write is one wake-up. The thread that
@@ -28,6 +28,7 @@ use super::doorbell_scanner::DoorbellScanner;
 use super::page::{ASLEEP, ASLEEP_RNR, AWAKE, GONE, SLEEPING, WHERE, event_word, this_cpu};
 use crate::engine::AckDelay;
 use crate::limits::Limits;
+use units::scheduling::{Granted, Scheduling};
 use verbs::{DmaMemory, FunctionId, QpChange};
 
 /// WQEs that the engine executes between two doorbell scans.
@@ -40,10 +41,6 @@ const SENDS: u32 = 3;
 const POLLS: u32 = 8;
 /// Maximum rounds of callers for which ACKs are delayed.
 const DELAY_ROUNDS: u32 = 8;
-/// Time without work after which the NIC thread yields its CPU between rounds.
-pub(super) const SPIN: Duration = Duration::from_micros(2);
-/// Time without work after which the NIC thread sleeps.
-pub(super) const SLEEP_AFTER: Duration = Duration::from_micros(100);
 /// Busy rounds between two reads of the clock and of the yield requests: a few microseconds.
 pub(super) const ROUNDS_PER_CLOCK: u32 = 16;
 
@@ -190,6 +187,8 @@ pub(super) struct NicThread {
     moved_at: u64,
     /// Minimum time until the next move.
     min_stay: Duration,
+    /// Scheduling of the NIC thread; ordinary until [`NicThread::prioritize`].
+    pub scheduling: Scheduling,
 }
 
 impl NicThread {
@@ -216,7 +215,19 @@ impl NicThread {
             yield_requests: 0,
             moved_at: 0,
             min_stay: STAY,
+            scheduling: Scheduling::default(),
         })
+    }
+
+    /// Asks for a better scheduling of the calling thread, the NIC thread.
+    pub fn prioritize(&mut self) -> Granted {
+        self.scheduling = Scheduling::ask();
+        self.scheduling.granted().clone()
+    }
+
+    /// Whether the NIC has functions besides the physical one, or a socket to other hosts.
+    pub fn has_clients(&self) -> bool {
+        self.scanners.len() > 1 || self.socket.is_some()
     }
 
     /// Yields the CPU at the time `now`, and returns the time when the thread runs again. `busy`:

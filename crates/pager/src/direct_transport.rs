@@ -1,0 +1,184 @@
+//! The transport over the private memory node of `granary run`: the calling thread itself moves
+//! pages between frames and chunks.
+//!
+//! A private memory node has one program for a client, so there is no other program from whose
+//! processes its NIC would have to protect the pages. The NIC would cost two thread switches for
+//! each page, and on a machine with as many CPU-bound processes as cores each switch waits for a
+//! turn of the scheduler. So the memory node passes on its chunk memory ([`pool::ChunkMemory`]),
+//! and a READ or WRITE is one system call of the thread that needs the page. Chunks are still
+//! allocated and freed by the scheme, over the NIC.
+//!
+//! The NIC moves the pages instead:
+//!
+//! - in a process to which the memory node does not pass its chunk memory: one of another user,
+//!   such as a child that has changed its user;
+//! - where the system refuses the system call: beyond `RLIMIT_FSIZE`, or if memory is short.
+
+use pool::{Address, ChunkMemory, DefaultNic};
+
+use crate::Error;
+use crate::pool_transport::{self, PoolTransport};
+use crate::sys::PAGE_BYTES;
+use crate::transport::{
+    ChunkHandle, Lane, PageIo, StagingMemory, Transport, TransportError, TransportStats,
+};
+
+/// A transport that moves pages by `pread` and `pwrite`.
+struct DirectTransport {
+    memory: ChunkMemory,
+    /// Allocates chunks, and moves pages where `memory` cannot.
+    pool: PoolTransport<DefaultNic>,
+}
+
+/// Connects to a private memory node, with `frames` frames of staging. Pages are moved by the NIC
+/// if the memory node does not pass on its chunk memory.
+pub fn connect(nodes: &[Address], frames: u32) -> Result<Box<dyn Transport>, Error> {
+    let pool = pool_transport::connect(nodes, frames)?;
+    if let [Address::Shm(path)] = nodes
+        && let Ok(memory) = ChunkMemory::open(path)?
+    {
+        return Ok(Box::new(DirectTransport { memory, pool }));
+    }
+    Ok(Box::new(pool))
+}
+
+impl DirectTransport {
+    /// Moves pages with `call`, which gets an address, a position in the staging memory and a
+    /// number of bytes. Returns false if the system refuses one of them.
+    fn each(
+        &self,
+        ios: &[PageIo],
+        call: impl Fn(u64, usize, usize) -> std::io::Result<()>,
+    ) -> Result<bool, TransportError> {
+        // The chunk memory outlives the memory node. But without it no chunk is allocated, and
+        // after a closed connection the chunks of this process are given to others.
+        self.pool.check_alive()?;
+        Ok(ios.iter().all(|io| {
+            let address = self.pool.address(io.chunk) + u64::from(io.offset_bytes);
+            let bytes = usize::from(io.pages) * PAGE_BYTES;
+            call(address, io.frame as usize * PAGE_BYTES, bytes).is_ok()
+        }))
+    }
+}
+
+impl Transport for DirectTransport {
+    fn chunk_bytes(&self) -> usize {
+        self.pool.chunk_bytes()
+    }
+
+    fn staging(&self) -> StagingMemory {
+        self.pool.staging()
+    }
+
+    fn allocate_chunk(&self) -> Result<ChunkHandle, TransportError> {
+        self.pool.allocate_chunk()
+    }
+
+    fn free_chunk(&self, chunk: ChunkHandle) -> Result<(), TransportError> {
+        self.pool.free_chunk(chunk)
+    }
+
+    fn read(&self, lane: Lane, ios: &[PageIo]) -> Result<(), TransportError> {
+        let frames = self.pool.staging_memory();
+        match self.each(ios, |at, frame, bytes| self.memory.read(at, frames, frame, bytes))? {
+            true => Ok(()),
+            false => self.pool.read(lane, ios),
+        }
+    }
+
+    fn write(&self, lane: Lane, ios: &[PageIo]) -> Result<(), TransportError> {
+        let frames = self.pool.staging_memory();
+        match self.each(ios, |at, frame, bytes| self.memory.write(at, frames, frame, bytes))? {
+            true => Ok(()),
+            false => self.pool.write(lane, ios),
+        }
+    }
+
+    fn stats(&self) -> TransportStats {
+        TransportStats { is_direct: true, ..self.pool.stats() }
+    }
+
+    fn descriptors(&self, keep: &mut Vec<i32>) {
+        self.pool.descriptors(keep);
+        keep.extend(self.memory.descriptors());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use pool::{Endpoint, Service, Settings};
+
+    use super::*;
+
+    const FRAMES: u32 = 8;
+
+    fn start(shares_chunks: bool) -> Service {
+        let settings = Settings { donate_bytes: 8 << 20, shares_chunks, ..Settings::default() };
+        Service::start(&settings, &Endpoint::Fresh).unwrap()
+    }
+
+    fn connect_to(service: &Service) -> Box<dyn Transport> {
+        connect(&[Address::Shm(service.path().to_owned())], FRAMES).unwrap()
+    }
+
+    fn fill(transport: &dyn Transport, frame: u32, byte: u8) {
+        let at = frame as usize * PAGE_BYTES;
+        // SAFETY: one frame of the staging memory, which only this test uses.
+        unsafe { transport.staging().base.add(at).write_bytes(byte, PAGE_BYTES) };
+    }
+
+    fn first_byte(transport: &dyn Transport, frame: u32) -> u8 {
+        // SAFETY: as in `fill`.
+        unsafe { transport.staging().base.add(frame as usize * PAGE_BYTES).read() }
+    }
+
+    #[test]
+    fn pages_pass_between_frames_and_chunks() {
+        let service = start(true);
+        let transport = connect_to(&service);
+        assert!(transport.stats().is_direct);
+        let chunks = [(); 2].map(|()| transport.allocate_chunk().unwrap());
+        let io = |chunk, offset_bytes, frame, pages| PageIo { chunk, offset_bytes, frame, pages };
+        (0..4).for_each(|frame| fill(&*transport, frame, 10 + frame as u8));
+        let out = [io(chunks[0], 4096, 0, 2), io(chunks[1], 0, 2, 1), io(chunks[0], 1 << 19, 3, 1)];
+        transport.write(Lane::Async, &out).unwrap();
+        let back =
+            [io(chunks[0], 1 << 19, 4, 1), io(chunks[0], 8192, 5, 1), io(chunks[1], 0, 6, 1)];
+        transport.read(Lane::Sync, &back).unwrap();
+        assert_eq!([4, 5, 6].map(|frame| first_byte(&*transport, frame)), [13, 11, 12]);
+        // The NIC's work-queue elements are those of the allocations.
+        let wqes = || service.status().unwrap().nic_wqes;
+        let before = wqes();
+        transport.read(Lane::Sync, &back).unwrap();
+        assert_eq!(wqes(), before);
+        chunks.into_iter().for_each(|chunk| transport.free_chunk(chunk).unwrap());
+    }
+
+    #[test]
+    fn without_the_chunk_memory_the_nic_moves_the_pages() {
+        let transport = connect_to(&start(true));
+        drop(transport);
+        let service = start(false);
+        let transport = connect_to(&service);
+        assert!(!transport.stats().is_direct);
+        let chunk = transport.allocate_chunk().unwrap();
+        fill(&*transport, 0, 7);
+        let io = PageIo { chunk, offset_bytes: 0, frame: 0, pages: 1 };
+        transport.write(Lane::Sync, &[io]).unwrap();
+        transport.read(Lane::Sync, &[PageIo { frame: 1, ..io }]).unwrap();
+        assert_eq!(first_byte(&*transport, 1), 7);
+    }
+
+    #[test]
+    fn transfers_fail_when_the_memory_node_has_ended() {
+        let service = start(true);
+        let transport = connect_to(&service);
+        let chunk = transport.allocate_chunk().unwrap();
+        let io = PageIo { chunk, offset_bytes: 0, frame: 0, pages: 1 };
+        transport.write(Lane::Sync, &[io]).unwrap();
+        service.stop();
+        for done in [transport.read(Lane::Sync, &[io]), transport.write(Lane::Async, &[io])] {
+            assert!(matches!(done, Err(TransportError::Gone(_))), "{done:?}");
+        }
+    }
+}

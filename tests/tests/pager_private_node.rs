@@ -1,0 +1,139 @@
+//! Programs over a private memory node, whose chunks the program's processes read and write
+//! themselves (`--private-node direct`, the default) or by the software NIC (`nic`).
+//!
+//! Killed nodes, full pools and limits of file sizes are in `pager_programs` and `pager_files`,
+//! whose private node is the default one.
+
+use std::os::unix::process::CommandExt;
+
+use granary_tests::needs;
+use granary_tests::pager::{Running, assert_same, plain};
+use granary_tests::run::{NodeKind, Paged, Site};
+
+const MIB: u64 = 1 << 20;
+const PYTHON: &str = "/usr/bin/python3";
+
+/// Fills 24 MiB, reads all pages twice, and changes half of them in between.
+const PAGES: &str = "
+def number(page, version): return (page * 7919 + version).to_bytes(8, 'little')
+def fill(memory, version, step):
+    for page in range(0, PAGES, step): memory[page * 4096:page * 4096 + 8] = number(page, version)
+def check(memory, version, step):
+    for page in range(0, PAGES, step):
+        assert memory[page * 4096:page * 4096 + 8] == number(page, version), page
+PAGES = 6144
+memory = bytearray(PAGES * 4096)
+fill(memory, 1, 1)
+check(memory, 1, 1)
+fill(memory, 2, 2)
+check(memory, 2, 2)
+print('right', flush=True)
+";
+
+/// Children that keep their parent's pages and have more of their own, at the same time.
+const FAMILY: &str = "
+import os
+def child(version):
+    own = bytearray(PAGES * 4096)
+    fill(own, version, 1)
+    check(memory, 2, 2)
+    check(own, version, 1)
+children = []
+for version in range(10, 13):
+    pid = os.fork()
+    if pid == 0:
+        child(version)
+        os._exit(0)
+    children.append(pid)
+fill(memory, 3, 1)
+assert all(os.waitpid(pid, 0)[1] == 0 for pid in children)
+check(memory, 3, 1)
+";
+
+fn run(name: &str, options: &[&str], script: &str) -> Paged {
+    let site = Site::new(NodeKind::Private, name, 8 * MIB, "1GiB").with_options(options);
+    let paged = site.run(PYTHON, &["-c", script]);
+    assert_same(&plain(PYTHON, &["-c", script]), &paged.outcome, site.local_bytes());
+    assert!(paged.count("pages_out") > 3000 && paged.count("pages_in") > 3000, "{}", paged.stats);
+    paged
+}
+
+fn moves(paged: &Paged) -> (&str, u64) {
+    let private_node = paged.stats["private_node"].as_str().expect("a private node");
+    (private_node, paged.count("processes_direct"))
+}
+
+#[test]
+fn process_copies_its_pages_unless_the_nic_is_chosen() {
+    let direct = run("private-direct", &[], PAGES);
+    assert_eq!(moves(&direct), ("direct", 1));
+    let stderr = &direct.outcome.stderr;
+    assert!(
+        stderr.contains("1 process(es) copy their pages; the NIC moves those of 0"),
+        "{stderr}"
+    );
+    let nic = run("private-nic", &["--private-node", "nic"], PAGES);
+    assert_eq!(moves(&nic), ("nic", 0));
+}
+
+#[test]
+fn schemes_work_with_a_private_node() {
+    let schemes = ["finemem", "rpc-mw-2", "fine-mr", "static-mr", "ondemand-rpc", "rpc-mw-1"];
+    for scheme in schemes {
+        let paged = run(&format!("private-{scheme}"), &["--scheme", scheme], PAGES);
+        assert_eq!(moves(&paged), ("direct", 1), "{scheme}");
+    }
+}
+
+#[test]
+fn forked_children_copy_their_pages_too() {
+    let paged = run("private-family", &[], &[PAGES, FAMILY].concat());
+    assert_eq!(moves(&paged), ("direct", paged.count("processes")));
+    assert!(paged.count("processes") >= 4, "{}", paged.stats);
+}
+
+/// The scheduling of the NIC thread and of the handler is reported, with the reason for a refusal.
+#[test]
+fn granted_and_refused_scheduling_is_reported() {
+    let paged = run("private-scheduling", &[], PAGES);
+    let said = |paged: &Paged, name: &str| paged.stats[name].as_str().unwrap().to_owned();
+    let (nic, handler) = (said(&paged, "nic_scheduling"), said(&paged, "handler_scheduling"));
+    // The test may run without the right to SCHED_RR; then both give the reason.
+    assert_eq!(paged.count("handlers_real_time"), u64::from(handler == "SCHED_RR"), "{handler}");
+    assert!(nic == "SCHED_RR" || nic.contains('('), "{nic}");
+
+    let site = Site::new(NodeKind::Private, "private-rttime", 8 * MIB, "1GiB");
+    let mut command = site.command(PYTHON, &["-c", PAGES]);
+    // SAFETY: the closure makes a single system call in the new process.
+    unsafe {
+        command.pre_exec(|| {
+            let limit = libc::rlimit { rlim_cur: 1_000_000, rlim_max: 2_000_000 };
+            match libc::setrlimit(libc::RLIMIT_RTTIME, &limit) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        });
+    }
+    let paged = site.finish(Running::start(&mut command));
+    assert_eq!((paged.outcome.code, paged.count("handlers_real_time")), (0, 0), "{:?}", paged);
+    for name in ["nic_scheduling", "handler_scheduling"] {
+        assert!(said(&paged, name).contains("RLIMIT_RTTIME"), "{}", paged.stats);
+    }
+    assert!(paged.outcome.stderr.contains("RLIMIT_RTTIME"), "{}", paged.outcome.stderr);
+}
+
+/// With the chunk memory, a child without root's rights could read its parent's pages.
+#[test]
+fn children_of_another_user_use_the_nic() {
+    if !rustix::process::geteuid().is_root() {
+        return needs::skip("only root can change its user");
+    }
+    let site = Site::new(NodeKind::Private, "private-users", 12 * MIB, "1GiB");
+    let source = include_str!("pager_programs/drops_privileges.c");
+    let program = site.scratch.compile("drops_privileges", source);
+    let paged = site.run(program.to_str().unwrap(), &[]);
+    assert_eq!(String::from_utf8_lossy(&paged.outcome.stdout), "done\n", "{:?}", paged.outcome);
+    // The daemon is root. Its two workers, and a child of each, are not.
+    assert_eq!(moves(&paged), ("direct", 1));
+    assert!(paged.count("processes") >= 3, "{}", paged.stats);
+}
