@@ -1,0 +1,234 @@
+//! The pager's logic: where each page is, and how pages circulate between the program, the shelf
+//! and the backing memory.
+//!
+//! ```text
+//!   program's memory        shelf (this process)             backing memory
+//!  +----------------+  put_in   +-----------+  READ   +------------------+
+//!  | resident pages | <-------- | positions | <------ | slots in chunks  |
+//!  |                | --------> |           | ------> |                  |
+//!  +----------------+  take_out +-----------+  WRITE  +------------------+
+//! ```
+//!
+//! | file | contents |
+//! | --- | --- |
+//! | [`sync`] | the synchronous path: a fault, until its page is mapped (SAMS "Path Separation") |
+//! | [`flow`] | the asynchronous path: taking pages out, inspection, reclaim, write-back |
+//! | [`flight`] | transfers in flight: their start and their end |
+//! | [`change`] | what the program's `munmap`, `madvise` and `mremap` do to pages |
+//! | [`check`] | invariants |
+//!
+//! # States of a page
+//! The page table has four states; the use of its position divides the state *Shelved*.
+//!
+//! | from | event | to | done by |
+//! | --- | --- | --- | --- |
+//! | Absent | fault | Resident | handler: zeros |
+//! | Resident | victim | Absent if all zero; Remote if a repeated word; Shelved clean if equal to its slot; else Shelved dirty | handler or worker: `take_out`, inspection |
+//! | Shelved dirty | write-back starts | Shelved writing | handler or worker |
+//! | Shelved writing | WRITE complete | Shelved clean | handler or worker |
+//! | Shelved clean | reclaim | Remote | handler or worker |
+//! | Shelved clean, dirty | fault | Resident with its slot | handler: `put_in` |
+//! | Shelved writing | fault | Resident without a slot; the slot is freed when the WRITE is complete | handler: `put_in` |
+//! | Remote | fault or prefetch | Shelved fetching | handler: READ |
+//! | Shelved fetching | READ complete | Shelved clean | handler or worker |
+//! | Shelved fetching | fault | waits for the READ | handler |
+//! | any | dropped by the program | Absent; a position in flight is blank when the transfer is complete | program's thread |
+//! | any | mremap | the same state at the other page | program's thread |
+//!
+//! # Locks
+//! In the order in which they may be taken: `unreadable` ([`Pages::lock_protection`]), a page's
+//! BUSY bit, [`Pages::state`]. A thread that holds `state` makes no system call and waits for
+//! nothing. No thread holds a BUSY bit while it waits for a transfer.
+//!
+//! # Bound
+//! A page is *present* if it is resident or if a position has memory. `take_out` and `put_in` keep
+//! the number of present pages. Only zeros for new pages and new positions raise the number, and
+//! they are taken from the room below the limit, under `state`.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, TryLockError};
+
+use crate::backing::Backing;
+use crate::fingerprint::Fingerprints;
+use crate::memory::Memory;
+use crate::page_table::{Entry, PageId, PageTable};
+use crate::region::RangeSet;
+use crate::residency::Residency;
+use crate::shelf::Shelf;
+use crate::slots::{ChunkLocation, Emptied, SlotId, Slots};
+use crate::stats::{Counter, Stats};
+use crate::stream::{self, Streams};
+
+pub mod change;
+pub mod check;
+pub mod flight;
+pub mod flow;
+pub mod sizes;
+pub mod sync;
+
+pub use flight::FlightIndex;
+use flight::Flights;
+pub use flow::Hand;
+pub use sizes::Sizes;
+pub use sync::Request;
+
+/// Everything that [`Pages::state`] guards.
+pub struct State {
+    /// Positions and their pages.
+    pub shelf: Shelf,
+    /// Slots in the backing memory.
+    pub slots: Slots,
+    /// Resident pages, in the order in which they become victims.
+    pub queue: Residency,
+    /// Transfers in flight.
+    pub flights: Flights,
+    /// Prefetcher.
+    pub streams: Streams,
+    /// Pages that are mapped in the program's memory, or about to be.
+    pub resident: u32,
+    /// Greatest number of present pages.
+    pub limit: u32,
+    /// Chunks without a used slot, which a thread frees outside of the lock.
+    pub emptied: Vec<ChunkLocation>,
+}
+
+impl State {
+    /// Returns the number of present pages.
+    pub fn present(&self) -> u32 {
+        self.resident + self.shelf.filled()
+    }
+
+    /// Returns the number of pages that may become present.
+    pub fn room(&self) -> u32 {
+        self.limit.saturating_sub(self.present())
+    }
+
+    /// Frees a slot, and notes its chunk if the chunk is empty now.
+    pub fn free_slot(&mut self, slot: SlotId) {
+        if let Some(Emptied(location)) = self.slots.free(slot) {
+            self.emptied.push(location);
+        }
+    }
+}
+
+/// The pages of one process.
+pub struct Pages<M: Memory> {
+    /// State of every page.
+    pub table: PageTable,
+    /// Memory operations.
+    pub memory: M,
+    /// Backing memory.
+    pub backing: Backing,
+    /// Counters.
+    pub stats: Stats,
+    /// Sizes that follow from the bound.
+    pub sizes: Sizes,
+    fingerprints: Fingerprints,
+    state: Mutex<State>,
+    /// Pages that are mapped without PROT_READ. Pages are taken out only by the holder of this
+    /// lock, so another holder excludes it.
+    unreadable: Mutex<RangeSet>,
+    /// True while a fork waits for the handler to read its event, or while a fork is prepared.
+    /// Until then the kernel refuses to change pages.
+    pub fork_waits: AtomicBool,
+    /// Futex: incremented when a position may have become blank, or a fork waits.
+    pub room_changes: AtomicU32,
+}
+
+impl<M: Memory> Pages<M> {
+    /// Pages that are all absent.
+    pub fn new(
+        table: PageTable,
+        memory: M,
+        backing: Backing,
+        stats: Stats,
+        sizes: Sizes,
+        unreadable: RangeSet,
+    ) -> Self {
+        let state = State {
+            shelf: Shelf::new(sizes.positions),
+            slots: Slots::new(backing.chunk_bytes()),
+            queue: Residency::default(),
+            flights: Flights::new(&sizes),
+            streams: Streams::new(stream::Settings {
+                window_pages: sizes.window,
+                ..stream::Settings::default()
+            }),
+            resident: 0,
+            limit: sizes.limit,
+            emptied: Vec::new(),
+        };
+        Self {
+            table,
+            memory,
+            backing,
+            stats,
+            sizes,
+            fingerprints: Fingerprints::new(),
+            state: Mutex::new(state),
+            unreadable: Mutex::new(unreadable),
+            fork_waits: AtomicBool::new(false),
+            room_changes: AtomicU32::new(0),
+        }
+    }
+
+    /// Locks the state. Short: no system call is made under this lock.
+    pub fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no thread panics while it holds this lock")
+    }
+
+    /// Locks the protections of the program's pages: no page is taken out meanwhile.
+    pub fn lock_protection(&self) -> MutexGuard<'_, RangeSet> {
+        self.unreadable.lock().expect("no thread panics while it holds this lock")
+    }
+
+    fn try_lock_protection(&self) -> Option<MutexGuard<'_, RangeSet>> {
+        match self.unreadable.try_lock() {
+            Ok(guard) => Some(guard),
+            Err(TryLockError::WouldBlock) => None,
+            // A poisoned lock must not look like a busy one: the caller would retry forever.
+            Err(TryLockError::Poisoned(_)) => panic!("a thread panicked while it held this lock"),
+        }
+    }
+
+    /// Returns the number of present pages.
+    pub fn present(&self) -> u32 {
+        self.state().present()
+    }
+
+    /// Stores a page's entry, clears BUSY, and wakes the page's waiters.
+    pub(crate) fn settle(&self, page: PageId, entry: Entry) {
+        if self.table.unlock(page, entry) {
+            self.memory.wake(page, 1);
+        }
+    }
+
+    /// Updates the gauges of present pages, chunks and allocations.
+    pub fn update_gauges(&self) {
+        let (present, (pool, overflow)) = {
+            let state = self.state();
+            (state.present(), state.slots.held())
+        };
+        self.note_present(present);
+        self.stats.set(Counter::PoolChunks, u64::from(pool));
+        self.stats.raise(Counter::PoolChunksPeak, u64::from(pool));
+        self.stats.set(Counter::OverflowChunks, u64::from(overflow));
+        self.stats.raise(Counter::OverflowChunksPeak, u64::from(overflow));
+        let done = self.backing.transport_stats();
+        self.stats.set(Counter::AllocationsByNic, done.allocations_by_nic);
+        self.stats.set(Counter::AllocationsByCpu, done.allocations_by_cpu);
+    }
+
+    fn note_present(&self, present: u32) {
+        self.stats.set(Counter::ResidentPages, u64::from(present));
+        self.stats.raise(Counter::ResidentPagesPeak, u64::from(present));
+    }
+
+    /// Tells threads that wait for a blank position to look again.
+    pub(crate) fn note_room(&self) {
+        self.room_changes.fetch_add(1, Ordering::AcqRel);
+    }
+}
+
+#[cfg(test)]
+mod tests;
