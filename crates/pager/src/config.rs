@@ -2,7 +2,7 @@
 //!
 //! | variable | meaning |
 //! | --- | --- |
-//! | `GRANARY_LOCAL` | bytes of paged memory that may be resident, staging included |
+//! | `GRANARY_LOCAL` | bytes of paged memory that may be resident, frames and shelf included |
 //! | `GRANARY_POOL` | backing memory: memory node addresses ([`pool::Address`]) or a store ([`crate::store`]) |
 //! | `GRANARY_RUN_DIR` | directory of the counters' files; absent: counters are private |
 //! | `GRANARY_REGION` | bytes of address space to reserve (default 1 TiB) |
@@ -15,8 +15,8 @@ use std::path::PathBuf;
 
 use crate::Error;
 
-/// Smallest accepted bound, in bytes. The staging area takes [`staging_frames`] of the bound. The
-/// rest must hold all pages that one system call over many buffers needs at once; otherwise the
+/// Smallest accepted bound, in bytes. The frames take a part of the bound
+/// ([`crate::pages::Sizes`]). The rest must hold all pages that one system call over many buffers needs at once; otherwise the
 /// call makes no progress.
 pub const LOCAL_BYTES_MIN: u64 = 4 << 20;
 
@@ -28,7 +28,7 @@ pub const EXIT_PAGER: i32 = 118;
 /// Settings of a paged process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Bytes that may be resident, staging included.
+    /// Bytes that may be resident, frames and shelf included.
     pub local_bytes: u64,
     /// Backing memory, in the form of `GRANARY_POOL`.
     pub pool: String,
@@ -104,11 +104,6 @@ impl Config {
         }
         Ok(())
     }
-}
-
-/// Number of staging frames for a bound: an eighth of the bound, 1 to 16 MiB.
-pub fn staging_frames(local_bytes: u64) -> u32 {
-    (local_bytes / 8).clamp(1 << 20, 16 << 20) as u32 / crate::sys::PAGE_BYTES as u32
 }
 
 fn default_overflow_directory() -> PathBuf {

@@ -5,7 +5,7 @@
 //! here. A chunk is freed with its last slot.
 //!
 //! All functions run on the program's threads with signals blocked and `space` locked; sections
-//! that exclude the evictor also hold `evict_lock`. Faults are served concurrently, page by page.
+//! that exclude the taking out of pages also hold their protection lock. Faults are served concurrently, page by page.
 //! Errors are `errno` values for the program.
 
 use std::ops::Range;
@@ -13,12 +13,10 @@ use std::ops::Range;
 use crate::descriptor;
 pub use crate::errno::Errno;
 use crate::errno::{MOVED, NEEDS_PROMOTION};
-use crate::evict::slot_to_free;
-use crate::page_table::{Entry, PageId, State};
+use crate::page_table::PageId;
 use crate::pager::Pager;
+use crate::pages::Hand;
 use crate::region::{RangeSet, Space};
-use crate::slots::SlotId;
-use crate::staging::FrameId;
 use crate::sys::{self, PAGE_BYTES, PAGE_SHIFT, SignalsBlocked};
 
 /// Calls `call` with the current pager, and again if the pager was replaced meanwhile. Returns
@@ -167,8 +165,9 @@ impl Pager {
         self.reclaim_foreign(space, range.clone())?;
         let start = self.region.address(PageId(range.start));
         {
-            let mut unreadable = self.evict_lock();
-            // The evictor reads pages, so it must not run while pages become inaccessible here.
+            let mut unreadable = self.pages.lock_protection();
+            // Where the kernel cannot move pages, taking out reads them: not while pages become
+            // inaccessible here.
             // SAFETY: the program unmaps the range; the range stays reserved.
             unsafe { sys::mprotect(start, range.len() << PAGE_SHIFT, libc::PROT_NONE) }
                 .map_err(errno)?;
@@ -198,9 +197,9 @@ impl Pager {
 
     fn set_protection(&self, range: Range<u32>, prot: i32) -> Result<(), Errno> {
         let start = self.region.address(PageId(range.start));
-        let mut unreadable = self.evict_lock();
-        // SAFETY: the program's own request. The evictor, which reads these pages, is excluded, and
-        // `unreadable` is updated before it continues.
+        let mut unreadable = self.pages.lock_protection();
+        // SAFETY: the program's own request. The taking out of pages, which may read them, is
+        // excluded, and `unreadable` is updated before it continues.
         unsafe { sys::mprotect(start, range.len() << PAGE_SHIFT, prot) }.map_err(errno)?;
         if prot & libc::PROT_READ != 0 {
             unreadable.remove(range);
@@ -211,7 +210,7 @@ impl Pager {
     }
 
     fn forget_protection(&self, range: Range<u32>) {
-        self.evict_lock().remove(range);
+        self.pages.lock_protection().remove(range);
     }
 
     /// Applies advice. Advice that drops pages is done by the pager. Advice on residency is
@@ -377,7 +376,7 @@ impl Pager {
             // move them.
             return Err(NEEDS_PROMOTION);
         }
-        let prot = if self.evict_lock().contains(range.start) {
+        let prot = if self.pages.lock_protection().contains(range.start) {
             libc::PROT_NONE
         } else {
             libc::PROT_READ | libc::PROT_WRITE
@@ -412,11 +411,13 @@ impl Pager {
         }
         self.set_protection(target.clone(), prot)?;
         space.free.remove(target.clone());
-        let evict_lock = self.evict_lock();
+        let protection = self.pages.lock_protection();
+        let mut hand = Hand::default();
         for page in 0..old.min(new) {
-            self.move_page(PageId(range.start + page), PageId(target.start + page));
+            let (from, to) = (PageId(range.start + page), PageId(target.start + page));
+            self.pages.move_page(&mut hand, from, to);
         }
-        drop(evict_lock);
+        drop(protection);
         const MREMAP_DONTUNMAP: i32 = 4;
         if flags & MREMAP_DONTUNMAP != 0 {
             self.drop_pages(range);
@@ -424,58 +425,6 @@ impl Pager {
             self.unmap_pages(&mut space, range)?;
         }
         Ok(self.region.address(PageId(target.start)))
-    }
-
-    /// Moves the content of a page to another. Both have the same protection, and `evict_lock` is
-    /// held.
-    fn move_page(&self, from: PageId, to: PageId) {
-        if self.table.load(from) == Entry::ABSENT {
-            return;
-        }
-        let entry = self.table.lock(from);
-        self.lock_absent(to);
-        let moved = match entry.state() {
-            State::Absent => entry,
-            State::Remote => Entry::remote(entry.slot().expect("a remote page has a slot")),
-            State::Staged => {
-                let frame = entry.frame().expect("a staged page has a frame");
-                self.staging.set_page(FrameId(frame), to);
-                entry
-            }
-            State::Resident => {
-                let (source, target) = (self.region.address(from), self.region.address(to));
-                // SAFETY: a resident page and an absent one, both BUSY by this thread. The source
-                // is dropped after it has been copied; its room passes to the target.
-                let done = unsafe {
-                    self.uffd
-                        .copy_without_wake(target, source, PAGE_BYTES, false)
-                        .map(drop)
-                        .and_then(|()| sys::madvise(source, PAGE_BYTES, libc::MADV_DONTNEED))
-                };
-                if let Err(error) = done {
-                    self.fatal("move a page for mremap", &error);
-                }
-                self.residency().push(&self.table, to, 1);
-                Entry::dirty(entry.slot())
-            }
-        };
-        self.settle(to, moved);
-        self.settle(from, Entry::ABSENT);
-    }
-
-    /// Sets a page of a move's target BUSY and makes sure that it is absent.
-    ///
-    /// Since the target was dropped, read-ahead of the mapping below may have filled the page with
-    /// zeros: the kernel merges neighbouring mappings, and the handler checks only the page table.
-    fn lock_absent(&self, page: PageId) {
-        loop {
-            let entry = self.table.lock(page);
-            if entry.state() == State::Absent {
-                return;
-            }
-            let room = self.drop_run(&[(page, entry)]);
-            self.give_room(room);
-        }
     }
 
     /// Returns the parts of a range that lie outside of the region, as addresses and bytes.
@@ -520,60 +469,13 @@ impl Pager {
             self.forks.drop_in_child(self, range);
             return;
         }
-        let _evict_lock = self.evict_lock();
-        let mut room = 0;
-        self.table.touched(range, |part| {
-            let mut at = part.start;
-            while at < part.end {
-                // A run of pages that are not absent.
-                let mut run = Vec::new();
-                while at < part.end {
-                    let now = self.table.load(PageId(at));
-                    if now.state() == State::Absent && !now.is_busy() {
-                        break;
-                    }
-                    run.push((PageId(at), self.table.lock(PageId(at))));
-                    at += 1;
-                }
-                room += self.drop_run(&run);
-                at += 1;
-            }
-        });
-        self.give_room(room);
-    }
-
-    /// Drops a contiguous run of BUSY pages and returns how many were resident.
-    fn drop_run(&self, run: &[(PageId, Entry)]) -> u32 {
-        let resident = |entry: Entry| entry.state() == State::Resident;
-        if run.iter().any(|&(_, entry)| resident(entry)) {
-            let start = self.region.address(run[0].0);
-            // SAFETY: the program drops these pages, and they are BUSY by this thread.
-            let done = unsafe { sys::madvise(start, run.len() * PAGE_BYTES, libc::MADV_DONTNEED) };
-            if let Err(error) = done {
-                self.fatal("drop pages", &error);
-            }
+        {
+            let _protection = self.pages.lock_protection();
+            self.pages.drop_range(range);
         }
-        let mut freed: Vec<SlotId> = Vec::new();
-        for &(page, entry) in run {
-            match entry.state() {
-                State::Staged => {
-                    let frame = FrameId(entry.frame().expect("a staged page has a frame"));
-                    freed.extend(slot_to_free(self.staging.leave(frame)));
-                }
-                _ => freed.extend(entry.slot().map(SlotId)),
-            }
-            self.table.set_pinned(page, false);
-            self.settle(page, Entry::ABSENT);
+        if self.pages.has_emptied() {
+            self.wake_worker(true);
         }
-        if !freed.is_empty() {
-            let mut emptied = Vec::new();
-            {
-                let mut slots = self.slots();
-                emptied.extend(freed.into_iter().filter_map(|slot| slots.free(slot)));
-            }
-            self.note_emptied(emptied);
-        }
-        run.iter().filter(|&&(_, entry)| resident(entry)).count() as u32
     }
 
     /// Returns true if the program may close `fd`, which is not one of the pager's descriptors.

@@ -47,7 +47,7 @@ pub enum Counter {
     PagesIn,
     /// Of `PagesIn`, pages that were read ahead.
     PagesReadAhead,
-    /// Pages mapped back from staging.
+    /// Pages mapped back from the shelf that had been taken out.
     PagesRestored,
     /// Pages written to slots.
     PagesOut,
@@ -107,6 +107,10 @@ pub enum Counter {
     FaultReadNs,
     /// Of `FaultNs`, time in which faults evicted pages.
     FaultEvictNs,
+    /// Pages that were evicted as one repeated word, without a slot.
+    PagesWordEvicted,
+    /// Pages mapped from a repeated word.
+    PagesWordMapped,
 }
 
 /// The live counters of this process.

@@ -26,12 +26,12 @@ impl Pager {
         let exit_socket = self.forks.open_exit_socket().map_err(system)?;
         let exit_socket_fd = exit_socket.as_raw_fd();
         let mut transports = Vec::new();
-        self.transport.descriptors(&mut transports);
+        self.pages.backing.descriptors(&mut transports);
         let handler = move || {
             let mut keep = vec![pager.uffd.as_raw_fd(), exit_socket_fd];
-            pager.transport.descriptors(&mut keep);
+            pager.pages.backing.descriptors(&mut keep);
             pager.enter();
-            let result = descriptor::own_table(&keep).and_then(|()| pager.start_evictor());
+            let result = descriptor::own_table(&keep).and_then(|()| pager.start_worker());
             let failed = result.is_err();
             let _ = ready.send(result);
             drop(ready);
@@ -58,12 +58,12 @@ impl Pager {
         }
     }
 
-    /// Starts the evictor thread, which shares the calling thread's descriptor table.
-    pub(crate) fn start_evictor(self: &Arc<Self>) -> std::io::Result<()> {
+    /// Starts the worker thread, which shares the calling thread's descriptor table.
+    pub(crate) fn start_worker(self: &Arc<Self>) -> std::io::Result<()> {
         let pager = self.clone();
-        spawn("granary-evictor", move || {
+        spawn("granary-worker", move || {
             pager.enter();
-            pager.evictor();
+            pager.worker();
         })
     }
 
@@ -80,7 +80,7 @@ impl Pager {
         let noted = self.threads.iter().any(|thread| {
             thread.compare_exchange(0, id, Ordering::AcqRel, Ordering::Acquire).is_ok()
         });
-        assert!(noted, "there is one evictor and one handler");
+        assert!(noted, "there is one worker and one handler");
     }
 
     /// Returns true for a thread that has called [`Pager::note_thread`].

@@ -6,9 +6,11 @@ use std::ops::Range;
 use crate::memory::{Memory, Position};
 use crate::page_table::{Entry, PageId, State as PageState};
 use crate::pages::flight::Late;
+use crate::pages::sizes::INHERIT_FRAMES;
 use crate::pages::{Hand, Pages, State};
-use crate::shelf::Use;
+use crate::shelf::{Record, Use};
 use crate::slots::SlotId;
+use crate::transport::{Direction, FrameId};
 
 impl<M: Memory> Pages<M> {
     /// Drops the content of pages, which read as zeros afterwards. The caller excludes the taking
@@ -50,10 +52,10 @@ impl<M: Memory> Pages<M> {
                 PageState::Absent => {}
                 PageState::Resident => {
                     state.resident -= 1;
-                    entry.slot().into_iter().for_each(|slot| state.free_slot(SlotId(slot)));
+                    entry.slot().into_iter().for_each(|slot| self.free_slot(SlotId(slot)));
                 }
                 PageState::Remote => {
-                    entry.slot().into_iter().for_each(|slot| state.free_slot(SlotId(slot)));
+                    entry.slot().into_iter().for_each(|slot| self.free_slot(SlotId(slot)));
                 }
                 PageState::Shelved => {
                     let position = entry.position().expect("a shelved page has a position");
@@ -79,7 +81,7 @@ impl<M: Memory> Pages<M> {
             }
             Use::Clean | Use::Dirty => {
                 state.shelf.set(position, Use::Blank);
-                record.slot.into_iter().for_each(|slot| state.free_slot(slot));
+                record.slot.into_iter().for_each(|slot| self.free_slot(slot));
             }
             Use::Empty | Use::Blank | Use::Reserved { .. } => {
                 unreachable!("the position of a shelved page holds it")
@@ -110,7 +112,7 @@ impl<M: Memory> Pages<M> {
             if entry.state() == PageState::Resident && !self.memory.relocate(from, to) {
                 // The program had dropped the page by a raw system call.
                 self.state().resident -= 1;
-                entry.slot().into_iter().for_each(|slot| self.state().free_slot(SlotId(slot)));
+                entry.slot().into_iter().for_each(|slot| self.free_slot(SlotId(slot)));
                 self.settle(to, Entry::ABSENT);
                 self.settle(from, Entry::ABSENT);
                 return;
@@ -192,5 +194,92 @@ impl<M: Memory> Pages<M> {
                 slot.into_iter().for_each(|slot| visit(page, slot));
             }
         });
+    }
+
+    /// Moves inherited pages, which another process holds, to slots of this pager: one pass over all
+    /// pages. Pages that other threads change meanwhile may be left; the caller calls again.
+    pub fn move_inherited(&self, hand: &mut Hand) {
+        let inherited = |slot: Option<SlotId>| slot.is_some_and(|s| s.inherited_page().is_some());
+        let mut remote: Vec<(PageId, SlotId)> = Vec::new();
+        self.table.touched(0..self.table.len() as u32, |part| {
+            for page in part.map(PageId) {
+                let entry = self.table.load(page);
+                match entry.state() {
+                    PageState::Absent => {}
+                    PageState::Resident => {
+                        let has_one = |e: Entry| {
+                            e.state() == PageState::Resident && inherited(e.slot().map(SlotId))
+                        };
+                        if let Some(entry) = self.table.try_lock(page, has_one) {
+                            // The page gets a slot of this pager when it is written back.
+                            entry.slot().into_iter().for_each(|slot| self.free_slot(SlotId(slot)));
+                            self.settle(page, Entry::resident(None));
+                        }
+                    }
+                    PageState::Shelved => self.disinherit(page),
+                    PageState::Remote => {
+                        let slot = entry.slot().map(SlotId);
+                        if inherited(slot) {
+                            remote.extend(slot.map(|slot| (page, slot)));
+                        }
+                    }
+                }
+            }
+        });
+        for part in remote.chunks(INHERIT_FRAMES as usize) {
+            self.copy_inherited(hand, part);
+        }
+        // Pages on the shelf reach slots of this pager; those in flight arrive.
+        self.flush(hand);
+    }
+
+    /// Makes a clean page on the shelf dirty if its slot is inherited, so that it is written to a
+    /// slot of this pager.
+    fn disinherit(&self, page: PageId) {
+        let mut state = self.state();
+        let Some(position) = self.table.load(page).position().map(Position) else { return };
+        let record = *state.shelf.record(position);
+        let Some(slot) = record.slot.filter(|slot| slot.inherited_page().is_some()) else { return };
+        let is_here = |entry: Entry| entry.position() == Some(position.0);
+        if !matches!(state.shelf.used(position), Use::Clean | Use::Dirty)
+            || self.table.try_lock(page, is_here).is_none()
+        {
+            return;
+        }
+        // SAFETY: the position has memory, and its page is BUSY by this thread.
+        let print = unsafe { self.fingerprints.of(self.memory.position(position)) };
+        let record = Record { slot: None, print, ..record };
+        state.shelf.hold(position, Use::Dirty, record);
+        if self.table.unlock(page, Entry::shelved(position.0)) {
+            state.late_wakes.push(page);
+        }
+        drop(state);
+        self.free_slot(slot);
+        self.wake_late();
+    }
+
+    /// Copies remote inherited pages to slots of this pager. The page keeps its inherited slot if a
+    /// thread has changed it meanwhile.
+    fn copy_inherited(&self, hand: &mut Hand, pages: &[(PageId, SlotId)]) {
+        let first = self.sizes.first_inherit_frame();
+        let frame = |index: usize| FrameId(first + index as u32);
+        let reads: Vec<_> = pages.iter().enumerate().map(|(i, &(_, s))| (s, frame(i))).collect();
+        self.transfer_now(Direction::Read, &reads);
+        self.allocate_slots(hand, pages.len());
+        let new: Vec<SlotId> = std::iter::from_fn(|| hand.slots.pop()).collect();
+        let writes: Vec<_> = new.iter().enumerate().map(|(i, &s)| (s, frame(i))).collect();
+        self.transfer_now(Direction::Write, &writes);
+        for (index, (&(page, old), &new)) in pages.iter().zip(&new).enumerate() {
+            let unchanged = |entry: Entry| entry.state() == PageState::Remote && entry.slot() == Some(old.0);
+            if self.table.try_lock(page, unchanged).is_none() {
+                self.free_slot(new);
+                continue;
+            }
+            // SAFETY: a frame of this thread; the READ into it is complete.
+            let print = unsafe { self.fingerprints.of(self.backing.frame(frame(index))) };
+            self.slots().set_print(new, print);
+            self.settle(page, Entry::remote(new.0));
+            self.free_slot(old);
+        }
     }
 }

@@ -18,7 +18,7 @@ use crate::pages::sizes::{DEMAND_FRAMES, Sizes};
 use crate::pages::{Hand, Pages, State};
 use crate::shelf::{Record, Use};
 use crate::slots::SlotId;
-use crate::staging_frames::FrameId;
+use crate::transport::FrameId;
 use crate::stats::Counter;
 use crate::stream::{Window, WindowId};
 use crate::sys::PAGE_BYTES;
@@ -209,7 +209,7 @@ impl<M: Memory> Pages<M> {
         flight.direction = Direction::Read;
         hand.pairs.clear();
         let frame = flight.first_frame;
-        hand.pairs.push((state.slots.source(slot), frame));
+        hand.pairs.push((self.slots().source(slot), frame));
         drop(state);
         let ticket = self.backing.post(Lane::Demand, Direction::Read, &hand.pairs);
         self.state().flights.get(index).ticket = Some(ticket);
@@ -250,7 +250,7 @@ impl<M: Memory> Pages<M> {
             flight.window = Some(window.id);
             for (at, entry) in flight.entries.iter().enumerate() {
                 let frame = FrameId(flight.first_frame.0 + at as u32);
-                hand.pairs.push((state.slots.source(entry.slot), frame));
+                hand.pairs.push((self.slots().source(entry.slot), frame));
             }
             if hand.pairs.is_empty() {
                 flight.phase = Phase::Free;
@@ -400,9 +400,9 @@ impl<M: Memory> Pages<M> {
                 }
                 Fate::Dropped => {
                     state.shelf.set(entry.position, Use::Blank);
-                    state.free_slot(entry.slot);
+                    self.free_slot(entry.slot);
                 }
-                Fate::Mapped => state.free_slot(entry.slot),
+                Fate::Mapped => self.free_slot(entry.slot),
             }
         }
         let pages = entries.len() as u32;
@@ -425,7 +425,7 @@ impl<M: Memory> Pages<M> {
             let state = self.state();
             let needs_slot = |position: &Position| {
                 let slot = state.shelf.record(*position).slot;
-                slot.is_none_or(|slot| state.slots.is_frozen(slot))
+                slot.is_none_or(|slot| self.slots().is_frozen(slot))
             };
             state.shelf.dirty_positions().take(self.sizes.window as usize).filter(needs_slot).count()
         };
@@ -434,7 +434,7 @@ impl<M: Memory> Pages<M> {
         let state = &mut *guard;
         let index = (state.shelf.dirty() > 0).then(|| state.flights.take_write()).flatten();
         let Some(index) = index else {
-            hand.slots.drain(..).for_each(|slot| state.free_slot(slot));
+            hand.slots.drain(..).for_each(|slot| self.free_slot(slot));
             return 0;
         };
         let first_frame = state.flights.get(index).first_frame;
@@ -444,14 +444,14 @@ impl<M: Memory> Pages<M> {
             let Some(position) = state.shelf.oldest_dirty() else { break };
             let record = *state.shelf.record(position);
             let slot = match record.slot {
-                Some(slot) if !state.slots.is_frozen(slot) => slot,
+                Some(slot) if !self.slots().is_frozen(slot) => slot,
                 old => {
                     let Some(slot) = hand.slots.pop() else { break };
-                    old.into_iter().for_each(|old| state.free_slot(old));
+                    old.into_iter().for_each(|old| self.free_slot(old));
                     slot
                 }
             };
-            state.slots.set_print(slot, record.print);
+            self.slots().set_print(slot, record.print);
             let at = hand.landing.len();
             let record = Record { slot: Some(slot), ..record };
             state.shelf.hold(position, Use::Writing(index, at as u8), record);
@@ -459,9 +459,9 @@ impl<M: Memory> Pages<M> {
             state.flights.get(index).entries.push(entry);
             hand.landing.push(position);
             let frame = FrameId(first_frame.0 + at as u32);
-            hand.pairs.push((state.slots.source(slot), frame));
+            hand.pairs.push((self.slots().source(slot), frame));
         }
-        hand.slots.drain(..).for_each(|slot| state.free_slot(slot));
+        hand.slots.drain(..).for_each(|slot| self.free_slot(slot));
         let flight = state.flights.get(index);
         if hand.landing.is_empty() {
             flight.phase = Phase::Free;

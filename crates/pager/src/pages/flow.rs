@@ -25,7 +25,7 @@ use crate::page_table::{Entry, PageId, State as PageState};
 use crate::pages::{Pages, State};
 use crate::shelf::{Record, Use};
 use crate::slots::SlotId;
-use crate::staging_frames::FrameId;
+use crate::transport::FrameId;
 use crate::stats::Counter;
 
 /// Pages that a fault takes out at most: at about 0.4 us each in a run, 4 us of work.
@@ -124,7 +124,9 @@ impl<M: Memory> Pages<M> {
         if dirty >= self.sizes.window || (low && dirty >= self.sizes.window / 4) {
             more |= self.post_write(hand) > 0;
         }
-        self.free_emptied();
+        if self.has_emptied() {
+            self.free_emptied();
+        }
         more
     }
 
@@ -252,12 +254,9 @@ impl<M: Memory> Pages<M> {
             return TakenOut::None;
         }
         let stop = self.move_chosen(hand);
-        let (done, dropped) = self.settle_taken(hand);
+        let done = self.settle_taken(hand);
         hand.taken_out += u64::from(done);
         self.stats.add(Counter::PagesEvicted, u64::from(done));
-        if dropped {
-            self.free_emptied();
-        }
         match (done, stop) {
             (0, Some(Stop::Forking)) => TakenOut::Forking,
             (0, _) => TakenOut::None,
@@ -359,8 +358,8 @@ impl<M: Memory> Pages<M> {
     }
 
     /// Gives the pages of `hand.taken` their new states. Returns the number of pages that are on the
-    /// shelf now, and whether a chunk became empty.
-    fn settle_taken(&self, hand: &mut Hand) -> (u32, bool) {
+    /// shelf now.
+    fn settle_taken(&self, hand: &mut Hand) -> u32 {
         let mut done = 0;
         hand.woken.clear();
         let mut guard = self.state();
@@ -382,14 +381,13 @@ impl<M: Memory> Pages<M> {
             }
         }
         self.note_present(state.present());
-        let emptied = !state.emptied.is_empty();
         drop(guard);
         hand.woken.drain(..).for_each(|page| self.memory.wake(page, 1));
         self.wake_late();
         if done > 0 {
             self.note_room();
         }
-        (done, emptied)
+        done
     }
 
     /// Files a page that was taken out, by its content. Returns the page's new entry.
@@ -412,7 +410,7 @@ impl<M: Memory> Pages<M> {
                 (Use::Blank, Entry::remote(slot.0))
             }
             Content::Other(print) => {
-                let is_stored = slot.is_some_and(|slot| state.slots.print(slot) == Some(print));
+                let is_stored = slot.is_some_and(|slot| self.slots().print(slot) == Some(print));
                 let used = if is_stored { Use::Clean } else { Use::Dirty };
                 self.stats.add(Counter::PagesCleanEvicted, u64::from(is_stored));
                 state.shelf.hold(position, used, Record { page, slot, print, window: None });
@@ -420,7 +418,7 @@ impl<M: Memory> Pages<M> {
             }
         };
         state.shelf.set(position, used);
-        slot.into_iter().for_each(|slot| state.free_slot(slot));
+        slot.into_iter().for_each(|slot| self.free_slot(slot));
         entry
     }
 
@@ -435,15 +433,11 @@ impl<M: Memory> Pages<M> {
         }
     }
 
-    /// Frees chunks without a used slot. Called only by the pager's threads.
-    pub fn free_emptied(&self) {
-        loop {
-            let location = self.state().emptied.pop();
-            match location {
-                Some(location) => self.backing.free_location(location),
-                None => return,
-            }
-        }
+    /// Returns true if [`Pages::work`] has something to do.
+    pub fn has_work(&self) -> bool {
+        let state = self.state();
+        let ready = state.room() + state.shelf.blank();
+        ready < self.sizes.stock || state.shelf.dirty() >= self.sizes.window
     }
 
     /// Writes back every dirty page and waits for all transfers. Every page on the shelf is equal

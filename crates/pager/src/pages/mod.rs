@@ -37,8 +37,8 @@
 //!
 //! # Locks
 //! In the order in which they may be taken: `unreadable` ([`Pages::lock_protection`]), a page's
-//! BUSY bit, [`Pages::state`]. A thread that holds `state` makes no system call and waits for
-//! nothing. No thread holds a BUSY bit while it waits for a transfer.
+//! BUSY bit, [`Pages::state`], [`Pages::slots`]. A thread that holds one of the last two makes no
+//! system call and waits for nothing. No thread holds a BUSY bit while it waits for a transfer.
 //!
 //! # Bound
 //! A page is *present* if it is resident or if a position has memory. `take_out` and `put_in` keep
@@ -58,6 +58,7 @@ use crate::shelf::Shelf;
 use crate::slots::{ChunkLocation, Emptied, SlotId, Slots};
 use crate::stats::{Counter, Stats};
 use crate::stream::{self, Streams};
+use crate::transport::{Direction, FrameId, Lane};
 
 pub mod change;
 pub mod check;
@@ -76,8 +77,6 @@ pub use sync::Request;
 pub struct State {
     /// Positions and their pages.
     pub shelf: Shelf,
-    /// Slots in the backing memory.
-    pub slots: Slots,
     /// Resident pages, in the order in which they become victims.
     pub queue: Residency,
     /// Transfers in flight.
@@ -88,8 +87,8 @@ pub struct State {
     pub resident: u32,
     /// Greatest number of present pages.
     pub limit: u32,
-    /// Chunks without a used slot, which a thread frees outside of the lock.
-    pub emptied: Vec<ChunkLocation>,
+    /// Pages whose threads are woken once the lock is released.
+    pub late_wakes: Vec<PageId>,
 }
 
 impl State {
@@ -101,13 +100,6 @@ impl State {
     /// Returns the number of pages that may become present.
     pub fn room(&self) -> u32 {
         self.limit.saturating_sub(self.present())
-    }
-
-    /// Frees a slot, and notes its chunk if the chunk is empty now.
-    pub fn free_slot(&mut self, slot: SlotId) {
-        if let Some(Emptied(location)) = self.slots.free(slot) {
-            self.emptied.push(location);
-        }
     }
 }
 
@@ -125,6 +117,11 @@ pub struct Pages<M: Memory> {
     pub sizes: Sizes,
     fingerprints: Fingerprints,
     state: Mutex<State>,
+    /// Slots in the backing memory. Not a part of `state`, because the page server of forked children
+    /// takes this lock even if the program was killed while one of its threads held `state`.
+    slots: Mutex<Slots>,
+    /// Chunks without a used slot, which a thread of the pager frees.
+    emptied: Mutex<Vec<ChunkLocation>>,
     /// Pages that are mapped without PROT_READ. Pages are taken out only by the holder of this
     /// lock, so another holder excludes it.
     unreadable: Mutex<RangeSet>,
@@ -147,7 +144,6 @@ impl<M: Memory> Pages<M> {
     ) -> Self {
         let state = State {
             shelf: Shelf::new(sizes.positions),
-            slots: Slots::new(backing.chunk_bytes()),
             queue: Residency::default(),
             flights: Flights::new(&sizes),
             streams: Streams::new(stream::Settings {
@@ -156,8 +152,9 @@ impl<M: Memory> Pages<M> {
             }),
             resident: 0,
             limit: sizes.limit,
-            emptied: Vec::new(),
+            late_wakes: Vec::new(),
         };
+        let slots = Slots::new(backing.chunk_bytes());
         Self {
             table,
             memory,
@@ -166,6 +163,8 @@ impl<M: Memory> Pages<M> {
             sizes,
             fingerprints: Fingerprints::new(),
             state: Mutex::new(state),
+            slots: Mutex::new(slots),
+            emptied: Mutex::default(),
             unreadable: Mutex::new(unreadable),
             fork_waits: AtomicBool::new(false),
             room_changes: AtomicU32::new(0),
@@ -175,6 +174,44 @@ impl<M: Memory> Pages<M> {
     /// Locks the state. Short: no system call is made under this lock.
     pub fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no thread panics while it holds this lock")
+    }
+
+    /// Locks the slots.
+    pub fn slots(&self) -> MutexGuard<'_, Slots> {
+        self.slots.lock().expect("no thread panics while it holds this lock")
+    }
+
+    /// Frees a slot. If its chunk is empty now, a thread of the pager frees the chunk.
+    pub fn free_slot(&self, slot: SlotId) {
+        let emptied = self.slots().free(slot);
+        self.note_emptied(emptied);
+    }
+
+    /// Notes chunks for [`Pages::free_emptied`].
+    pub fn note_emptied(&self, emptied: impl IntoIterator<Item = Emptied>) {
+        for Emptied(location) in emptied {
+            self.emptied().push(location);
+        }
+    }
+
+    /// Returns true if [`Pages::free_emptied`] has something to do.
+    pub fn has_emptied(&self) -> bool {
+        !self.emptied().is_empty()
+    }
+
+    fn emptied(&self) -> MutexGuard<'_, Vec<ChunkLocation>> {
+        self.emptied.lock().expect("no thread panics while it holds this lock")
+    }
+
+    /// Frees chunks without a used slot. Called only by the pager's threads.
+    pub fn free_emptied(&self) {
+        loop {
+            let location = self.emptied().pop();
+            match location {
+                Some(location) => self.backing.free_location(location),
+                None => return,
+            }
+        }
     }
 
     /// Locks the protections of the program's pages: no page is taken out meanwhile.
@@ -203,11 +240,21 @@ impl<M: Memory> Pages<M> {
         }
     }
 
+    /// Moves pages between slots and frames, at most 64, and waits for them.
+    pub(crate) fn transfer_now(&self, direction: Direction, pairs: &[(SlotId, FrameId)]) {
+        let pairs: Vec<_> = {
+            let slots = self.slots();
+            pairs.iter().map(|&(slot, frame)| (slots.source(slot), frame)).collect()
+        };
+        let ticket = self.backing.post(Lane::Demand, direction, &pairs);
+        self.backing.wait(ticket);
+    }
+
     /// Updates the gauges of present pages, chunks and allocations.
     pub fn update_gauges(&self) {
         let (present, (pool, overflow)) = {
             let state = self.state();
-            (state.present(), state.slots.held())
+            (state.present(), self.slots().held())
         };
         self.note_present(present);
         self.stats.set(Counter::PoolChunks, u64::from(pool));
