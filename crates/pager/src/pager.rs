@@ -245,6 +245,11 @@ impl Pager {
         self.pages.present()
     }
 
+    /// Returns the number of pages that are mapped in the region.
+    pub fn resident(&self) -> u32 {
+        self.pages.state().resident
+    }
+
     /// Returns the number of pages that may be present: resident, or on the shelf.
     pub fn limit(&self) -> u32 {
         self.pages.sizes.limit

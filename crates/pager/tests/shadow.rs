@@ -103,7 +103,7 @@ fn threads_read_back_their_writes_and_chunks_are_freed() {
     assert!(pager.stats().get(Counter::PagesRestored) > 0);
     assert!(pager.stats().get(Counter::PoolChunksPeak) > 4);
     wait_for_chunks(&pager, 0);
-    assert_eq!(pager.present(), 0);
+    assert_eq!(pager.resident(), 0);
 }
 
 #[test]
@@ -163,7 +163,7 @@ fn mapping_moves_while_read_ahead_fills_its_target() {
     reader.join().unwrap();
     pager.unmap(below, (BELOW + MOVED) * PAGE_BYTES).unwrap();
     pager.unmap(elsewhere, moved_bytes).unwrap();
-    assert_eq!(pager.present(), 0);
+    assert_eq!(pager.resident(), 0);
 }
 
 #[test]
