@@ -30,7 +30,7 @@ rows! {
     PagesZeroed: counter("pager_pages_zeroed", "Pages filled with zeros at first touch."),
     PagesIn: counter("pager_pages_in", "Pages read from slots."),
     PagesReadAhead: counter("pager_pages_read_ahead", "Of the pages read, those read ahead."),
-    PagesRestored: counter("pager_pages_restored", "Pages mapped back from staging."),
+    PagesRestored: counter("pager_pages_restored", "Pages mapped back from the shelf."),
     PagesOut: counter("pager_pages_out", "Pages written to slots."),
     PagesEvicted: counter("pager_pages_evicted", "Pages evicted."),
     PagesCleanEvicted: counter("pager_pages_evicted_clean", "Pages evicted without a write."),

@@ -109,7 +109,7 @@ impl Pager {
     ///
     /// # Errors
     /// userfaultfd is not permitted, address space is short, or the bound is too small for the
-    /// transport's staging memory.
+    /// transport's frames.
     pub fn new(config: &Config, transport: Box<dyn Transport>) -> Result<Arc<Self>, Error> {
         config.check()?;
         let system = |what: &str| {
@@ -157,7 +157,7 @@ impl Pager {
             parts;
         let table =
             PageTable::new(region.pages() as usize).map_err(system("map the page table"))?;
-        let frames = transport.staging();
+        let frames = transport.frames();
         // A forked child must not share the frames with the NIC.
         // SAFETY: changes only whether a fork copies the frames.
         let _ = unsafe {

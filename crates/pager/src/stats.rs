@@ -475,7 +475,7 @@ impl fmt::Display for Summary {
         )?;
         writeln!(
             f,
-            "  pages in      {:>12}   {} of them read ahead; {} more mapped back from staging",
+            "  pages in      {:>12}   {} of them read ahead; {} more mapped back from the shelf",
             self.get(PagesIn),
             self.get(PagesReadAhead),
             self.get(PagesRestored)
