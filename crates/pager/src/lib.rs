@@ -36,6 +36,7 @@ pub mod evict;
 pub mod fault;
 pub mod fork;
 pub mod mapping;
+pub mod memory;
 pub mod metrics;
 mod node_sockets;
 pub mod page_table;
