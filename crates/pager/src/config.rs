@@ -7,6 +7,7 @@
 //! | `GRANARY_RUN_DIR` | directory of the counters' files; absent: counters are private |
 //! | `GRANARY_REGION` | bytes of address space to reserve (default 1 TiB) |
 //! | `GRANARY_OVERFLOW_DIR` | directory of the overflow file (default `$TMPDIR`, then /var/tmp) |
+//! | `GRANARY_PAGES` | `auto`, `move` or `copy`: see [`Pages`] |
 //!
 //! Programs that a paged program starts inherit these variables and `LD_PRELOAD`. So they are paged
 //! too, each process with its own bound.
@@ -25,6 +26,32 @@ pub const EXIT_POOL_GONE: i32 = 117;
 /// Exit status of a program that the pager ended for another reason.
 pub const EXIT_PAGER: i32 = 118;
 
+/// The way in which pages get into and out of the program's memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pages {
+    /// By moving where the kernel can move pages, else by copying.
+    #[default]
+    Auto,
+    /// By moving. The pager refuses to start where the kernel cannot move pages.
+    Move,
+    /// By copying.
+    Copy,
+}
+
+impl Pages {
+    const NAMES: [(&str, Self); 3] =
+        [("auto", Self::Auto), ("move", Self::Move), ("copy", Self::Copy)];
+
+    fn from_name(name: &str) -> Option<Self> {
+        Self::NAMES.iter().find(|(own, _)| *own == name).map(|(_, pages)| *pages)
+    }
+
+    fn name(self) -> &'static str {
+        let found = Self::NAMES.iter().find(|(_, pages)| *pages == self);
+        found.expect("each value has a name").0
+    }
+}
+
 /// Settings of a paged process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -38,6 +65,8 @@ pub struct Config {
     pub region_bytes: usize,
     /// Directory of the overflow file.
     pub overflow_directory: PathBuf,
+    /// The way in which pages get into and out of the program's memory.
+    pub pages: Pages,
 }
 
 impl Config {
@@ -49,6 +78,7 @@ impl Config {
             run_directory: None,
             region_bytes: 1 << 40,
             overflow_directory: default_overflow_directory(),
+            pages: Pages::Auto,
         }
     }
 
@@ -76,6 +106,13 @@ impl Config {
         if let Some(directory) = get("GRANARY_OVERFLOW_DIR") {
             config.overflow_directory = directory.into();
         }
+        if let Some(pages) = get("GRANARY_PAGES") {
+            config.pages = Pages::from_name(&pages).ok_or_else(|| Error::Setting {
+                name: "GRANARY_PAGES",
+                value: pages,
+                why: "expected auto, move or copy".into(),
+            })?;
+        }
         config.check()?;
         Ok(Some(config))
     }
@@ -87,6 +124,7 @@ impl Config {
             ("GRANARY_POOL", self.pool.clone().into()),
             ("GRANARY_REGION", self.region_bytes.to_string().into()),
             ("GRANARY_OVERFLOW_DIR", self.overflow_directory.clone().into()),
+            ("GRANARY_PAGES", self.pages.name().into()),
         ];
         if let Some(directory) = &self.run_directory {
             variables.push(("GRANARY_RUN_DIR", directory.clone().into()));
@@ -145,6 +183,7 @@ mod tests {
         let mut config = Config::new(64 << 20, "memory:1GiB");
         config.run_directory = Some("/run/x".into());
         config.overflow_directory = "/somewhere".into();
+        config.pages = Pages::Copy;
         let variables = config.to_environment();
         let get = |name: &str| {
             let found = variables.iter().find(|(key, _)| *key == name);
@@ -152,6 +191,18 @@ mod tests {
         };
         assert_eq!(Config::from_environment(get).unwrap(), Some(config));
         assert_eq!(Config::from_environment(|_| None).unwrap(), None);
+    }
+
+    #[test]
+    fn unknown_way_of_pages_is_refused_with_the_known_ways() {
+        let get = |name: &str| match name {
+            "GRANARY_LOCAL" => Some("64MiB".to_string()),
+            "GRANARY_POOL" => Some("memory:1GiB".to_string()),
+            "GRANARY_PAGES" => Some("swap".to_string()),
+            _ => None,
+        };
+        let error = Config::from_environment(get).unwrap_err().to_string();
+        assert_eq!(error, "GRANARY_PAGES=swap: expected auto, move or copy");
     }
 
     #[test]

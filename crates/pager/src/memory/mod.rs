@@ -23,7 +23,9 @@
 
 use crate::page_table::PageId;
 
+mod copying;
 pub mod linux;
+mod probe;
 
 /// Index of a page of the shelf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
