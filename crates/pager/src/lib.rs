@@ -50,6 +50,8 @@ pub mod residency;
 pub mod run;
 mod seal;
 pub mod shelf;
+#[cfg(test)]
+mod sim;
 pub mod slots;
 mod spawn;
 pub mod stats;
@@ -63,6 +65,15 @@ pub mod unpaged;
 mod worker;
 
 use std::io;
+
+#[cfg(test)]
+pub(crate) use sim::fiber::point;
+
+/// A point of the pager's logic at which another thread may run. Only the simulation ([`sim`]) makes
+/// use of it.
+#[cfg(not(test))]
+#[inline(always)]
+pub(crate) fn point() {}
 
 pub use config::Config;
 pub use pager::{Pager, current, set_current};

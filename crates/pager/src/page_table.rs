@@ -31,6 +31,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
+use crate::point;
 use crate::sys::{self, PAGE_BYTES};
 
 /// Index of a page in the region.
@@ -178,11 +179,17 @@ impl PageTable {
 
     /// Loads the current entry.
     pub fn load(&self, page: PageId) -> Entry {
+        point();
+        self.peek(page)
+    }
+
+    pub(crate) fn peek(&self, page: PageId) -> Entry {
         Entry(self.entry(page).load(Ordering::Acquire))
     }
 
     /// Sets BUSY if `admit` accepts the entry. Returns `None` if the page is busy or not admitted.
     pub fn try_lock(&self, page: PageId, admit: impl Fn(Entry) -> bool) -> Option<Entry> {
+        point();
         let entry = self.entry(page);
         let mut now = entry.load(Ordering::Acquire);
         loop {
@@ -199,6 +206,7 @@ impl PageTable {
 
     /// Sets BUSY; if another thread has set it, sets WAIT and returns `None`.
     pub fn lock_or_wait(&self, page: PageId) -> Option<Entry> {
+        point();
         let entry = self.entry(page);
         let mut now = entry.load(Ordering::Acquire);
         loop {
@@ -237,6 +245,7 @@ impl PageTable {
     /// waits: the caller must wake the page.
     #[must_use]
     pub fn unlock(&self, page: PageId, new: Entry) -> bool {
+        point();
         let entry = self.entry(page);
         let mut now = entry.load(Ordering::Acquire);
         loop {

@@ -25,6 +25,8 @@ use crate::page_table::PageId;
 
 mod copying;
 pub mod linux;
+#[cfg(test)]
+pub(crate) mod model;
 mod probe;
 
 /// Index of a page of the shelf.

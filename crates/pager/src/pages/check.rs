@@ -49,4 +49,12 @@ impl<M: Memory> Pages<M> {
             assert!(state.present() <= state.limit, "{} of {}", state.present(), state.limit);
         }
     }
+
+    /// Returns true if a lock is held under which no thread may wait.
+    #[cfg(test)]
+    pub(crate) fn is_locked(&self) -> bool {
+        self.state.try_lock().is_err()
+            || self.slots.try_lock().is_err()
+            || self.emptied.try_lock().is_err()
+    }
 }

@@ -70,6 +70,14 @@ impl Default for Hand {
     }
 }
 
+#[cfg(test)]
+impl Hand {
+    /// Returns true if this thread keeps a blank position.
+    pub(crate) fn has_blank(&self) -> bool {
+        self.blank.is_some()
+    }
+}
+
 /// A page that is being taken out.
 #[derive(Clone, Copy)]
 struct Taken {

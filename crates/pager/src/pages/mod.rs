@@ -52,6 +52,7 @@ use crate::backing::Backing;
 use crate::fingerprint::Fingerprints;
 use crate::memory::Memory;
 use crate::page_table::{Entry, PageId, PageTable};
+use crate::point;
 use crate::region::RangeSet;
 use crate::residency::Residency;
 use crate::shelf::Shelf;
@@ -173,11 +174,13 @@ impl<M: Memory> Pages<M> {
 
     /// Locks the state. Short: no system call is made under this lock.
     pub fn state(&self) -> MutexGuard<'_, State> {
+        point();
         self.state.lock().expect("no thread panics while it holds this lock")
     }
 
     /// Locks the slots.
     pub fn slots(&self) -> MutexGuard<'_, Slots> {
+        point();
         self.slots.lock().expect("no thread panics while it holds this lock")
     }
 
@@ -219,7 +222,8 @@ impl<M: Memory> Pages<M> {
         self.unreadable.lock().expect("no thread panics while it holds this lock")
     }
 
-    fn try_lock_protection(&self) -> Option<MutexGuard<'_, RangeSet>> {
+    pub(crate) fn try_lock_protection(&self) -> Option<MutexGuard<'_, RangeSet>> {
+        point();
         match self.unreadable.try_lock() {
             Ok(guard) => Some(guard),
             Err(TryLockError::WouldBlock) => None,
