@@ -6,7 +6,7 @@
 //! | --- | --- | --- |
 //! | take out | UFFDIO_MOVE | UFFDIO_WRITEPROTECT, copy, MADV_DONTNEED |
 //! | put in | UFFDIO_MOVE | UFFDIO_COPY, MADV_DONTNEED of the position |
-//! | page pinned by a device | stays | what the device writes later is lost |
+//! | page pinned by a device | stays | later writes of the device are lost |
 //! | microseconds a page, in runs of 64 | 0.1 | 1.5 |
 //!
 //! The kernel moves pages only between mappings with the same access, which is read and write for
@@ -445,7 +445,7 @@ impl Memory for LinuxMemory {
         }
     }
 
-    /// What a device writes to a pinned page after the call is lost, because such a page is copied.
+    /// Because a pinned page is copied, a later write of the device to this page is lost.
     fn relocate(&self, from: PageId, to: PageId) -> bool {
         let (source, target) = (self.page_address(from), self.page_address(to));
         let moved = if self.way == Way::Move { self.move_within(source, target) } else { None };
@@ -489,7 +489,7 @@ impl Drop for LinuxMemory {
 pub(super) fn map_shelf(len: usize) -> io::Result<usize> {
     let start = sys::map_anonymous(len)?;
     for advice in [libc::MADV_NOHUGEPAGE, libc::MADV_DONTDUMP, libc::MADV_DONTFORK] {
-        // SAFETY: memory that was just mapped. A kernel without huge pages refuses the first advice.
+        // SAFETY: memory that was just mapped. A kernel without huge pages refuses the first one.
         let _ = unsafe { sys::madvise(start, len, advice) };
     }
     Ok(start)
