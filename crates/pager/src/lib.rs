@@ -34,6 +34,7 @@ pub mod descriptor;
 pub mod errno;
 pub mod evict;
 pub mod fault;
+pub mod fingerprint;
 pub mod fork;
 pub mod mapping;
 pub mod memory;
