@@ -12,6 +12,10 @@
 //! The kernel moves pages only between mappings with the same access, which is read and write for
 //! the shelf. So pages with another protection are copied in both ways.
 //!
+//! The kernel also moves a page that it references without a pin: vmsplice(2) and MSG_ZEROCOPY do
+//! this. Because the memory of the page is used again for other pages, the pipe or the socket then
+//! transfers wrong content. So the pager must keep the program from these calls, or copy for them.
+//!
 //! A copied page is write-protected before the copy. If the program writes to the page before it is
 //! dropped, the thread waits, and the pager reads a write-protection fault on a BUSY page. A page
 //! may keep the mark if an operation stops half-way, and then a write-protection fault occurs on a
