@@ -15,7 +15,7 @@ use crate::pager::Pager;
 use crate::pages::{Hand, Request};
 use crate::stats::Counter;
 use crate::stream::Advice;
-use crate::sys;
+use crate::sys::{self, PAGE_BYTES};
 use crate::uffd::{Event, Fault};
 
 /// Pages that the handler takes out after a fault beyond those that came in.
@@ -24,7 +24,6 @@ const CATCH_UP_PAGES: u32 = 2;
 impl Pager {
     /// Runs the handler's event loop.
     pub(crate) fn handler(self: &std::sync::Arc<Self>) {
-        self.note_thread();
         let mut affinity = CpuAffinity::default();
         let mut hand = Hand::default();
         let mut events = Vec::with_capacity(32);
@@ -68,17 +67,17 @@ impl Pager {
         let page = self.region.page(fault.address);
         if fault.write_protected {
             // Pages are write-protected only while they are copied, where the kernel cannot move
-            // them: the thread tries again.
+            // them. If the page is BUSY, the copying thread wakes this one. Otherwise the mark
+            // remained when an operation stopped half-way.
             self.stats().add(Counter::WriteFaults, 1);
-            self.pages.unprotect(page);
+            if let Some(entry) = self.pages.table.lock_or_wait(page) {
+                // SAFETY: a page of the region, BUSY by this thread.
+                let _ = unsafe { self.uffd.unprotect(fault.address, PAGE_BYTES, true) };
+                self.pages.settle(page, entry);
+            }
             return 0;
         }
         self.stats().add(Counter::Faults, 1);
-        if self.is_own_thread(fault.thread) {
-            // The program dropped the page by a raw system call while it was being copied.
-            self.pages.resolve_own_fault(page);
-            return 0;
-        }
         let request = Request {
             page,
             thread: fault.thread,

@@ -65,6 +65,9 @@ rows! {
         .in_unit(Unit::Nanoseconds),
     FaultEvictNs: counter("pager_fault_evict_time", "Time in which faults evicted pages.")
         .in_unit(Unit::Nanoseconds),
+    PagesWordEvicted: counter("pager_pages_evicted_word", "Pages of one repeated word evicted, \
+                                                           without a slot."),
+    PagesWordMapped: counter("pager_pages_word_mapped", "Pages mapped from a repeated word."),
 }
 
 /// The declarations of all metrics of paged processes.

@@ -89,8 +89,6 @@ pub struct Pager {
     /// Futex: incremented to wake the worker.
     pub(crate) worker_wakes: AtomicU32,
     pub(crate) worker_sleeps: AtomicBool,
-    /// Ids of the pager's threads that touch the program's pages.
-    pub(crate) threads: [AtomicU32; 2],
     pub(crate) forks: Forks,
     pub(crate) fork_events: bool,
     /// True if the handler thread does the worker's work on pages. With two cores or fewer, the
@@ -168,7 +166,7 @@ impl Pager {
         if frames.frames < sizes.frames() {
             return Err(Error::LocalTooSmall { bytes: config.local_bytes });
         }
-        let memory = LinuxMemory::new(uffd.clone(), region.same(), sizes.positions, config.pages)?;
+        let memory = LinuxMemory::new(uffd.clone(), &region, sizes.positions, config.pages)?;
         let sizes = sizes.with_slack(memory.slack_pages());
         let sizes = Sizes { limit: sizes.limit.min(region.pages()), ..sizes };
         let blocked = FileSizeSignalBlocked::new();
@@ -198,7 +196,6 @@ impl Pager {
             region,
             worker_wakes: AtomicU32::new(0),
             worker_sleeps: AtomicBool::new(false),
-            threads: Default::default(),
             forks: Forks::default(),
             fork_events,
             evicts_inline: units::cpus::cores() <= 2,

@@ -18,7 +18,6 @@ const BATCH_PAGES: u32 = 64;
 impl Pager {
     /// Runs the worker's loop.
     pub(crate) fn worker(self: &std::sync::Arc<Self>) {
-        self.note_thread();
         let mut hand = Hand::default();
         let mut pause_ms = unpaged::SAMPLE_MS_MIN;
         loop {

@@ -99,10 +99,10 @@ impl Drop for ProgramReader {
 /// Writes to a page without changing its content, and without waiting if the page is missing. The
 /// page is not shared with a forked child afterwards.
 ///
-/// The kernel makes the write, as the second operation of FUTEX_WAKE_OP: an atomic `or` of 0. Like a
-/// read of `/proc/self/mem`, this write fails for a missing page. If a thread of the program waits
-/// with a futex at the page's first word, and this word is 2047, the thread wakes up early. Because
-/// a futex may wake up early at any time, programs expect this.
+/// The kernel makes the write, as the second operation of FUTEX_WAKE_OP: an atomic `or` of 0. Like
+/// a read of `/proc/self/mem`, this write fails for a missing page. If a thread of the program
+/// waits with a futex at the page's first word, and this word is 2047, the thread wakes up early.
+/// Because a futex may wake up early at any time, programs expect this.
 pub(super) fn touch(address: usize) {
     const OP_OR: u32 = 2;
     const COMPARE_EQUAL: u32 = 0;

@@ -6,11 +6,15 @@
 //! | --- | --- | --- |
 //! | take out | UFFDIO_MOVE | UFFDIO_WRITEPROTECT, copy, MADV_DONTNEED |
 //! | put in | UFFDIO_MOVE | UFFDIO_COPY, MADV_DONTNEED of the position |
-//! | page pinned by a device | stays | what the device writes later is lost |
+//! | page pinned by a device | stays | later writes of the device are lost |
 //! | microseconds a page, in runs of 64 | 0.1 | 1.5 |
 //!
 //! The kernel moves pages only between mappings with the same access, which is read and write for
 //! the shelf. So pages with another protection are copied in both ways.
+//!
+//! The kernel also moves a page that it references without a pin: vmsplice(2) and MSG_ZEROCOPY do
+//! this. Because the memory of the page is used again for other pages, the pipe or the socket then
+//! transfers wrong content. So the pager must keep the program from these calls, or copy for them.
 //!
 //! A copied page is write-protected before the copy. If the program writes to the page before it is
 //! dropped, the thread waits, and the pager reads a write-protection fault on a BUSY page. A page
@@ -445,7 +449,7 @@ impl Memory for LinuxMemory {
         }
     }
 
-    /// What a device writes to a pinned page after the call is lost, because such a page is copied.
+    /// Because a pinned page is copied, a later write of the device to this page is lost.
     fn relocate(&self, from: PageId, to: PageId) -> bool {
         let (source, target) = (self.page_address(from), self.page_address(to));
         let moved = if self.way == Way::Move { self.move_within(source, target) } else { None };
@@ -489,7 +493,7 @@ impl Drop for LinuxMemory {
 pub(super) fn map_shelf(len: usize) -> io::Result<usize> {
     let start = sys::map_anonymous(len)?;
     for advice in [libc::MADV_NOHUGEPAGE, libc::MADV_DONTDUMP, libc::MADV_DONTFORK] {
-        // SAFETY: memory that was just mapped. A kernel without huge pages refuses the first advice.
+        // SAFETY: memory that was just mapped. A kernel without huge pages refuses the first one.
         let _ = unsafe { sys::madvise(start, len, advice) };
     }
     Ok(start)

@@ -11,7 +11,6 @@
 //! The program may drop a page of a flight at any time, and a fault may map a page that is being
 //! written. Neither waits: the entry is marked, and the end of the flight frees what remains.
 
-use crate::backing::Ticket;
 use crate::memory::{Memory, Position};
 use crate::page_table::{Entry, PageId, State as PageState};
 use crate::pages::sizes::{DEMAND_FRAMES, Sizes};
@@ -22,7 +21,7 @@ use crate::transport::FrameId;
 use crate::stats::Counter;
 use crate::stream::{Window, WindowId};
 use crate::sys::PAGE_BYTES;
-use crate::transport::{Direction, Lane};
+use crate::transport::{Direction, Lane, Ticket};
 
 /// Index of a flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -290,8 +289,12 @@ impl<M: Memory> Pages<M> {
     /// consecutive pages get consecutive positions.
     fn gather_window(&self, state: &mut State, index: FlightIndex, window: &Window) {
         let mut blanks: Option<(Position, u32)> = None;
-        let mut left = window.pages.min(self.sizes.window);
-        for page in window.ascending().take(left as usize) {
+        // With too few blank positions, the pages that the stream reaches first.
+        let mut left = window.pages.min(self.sizes.window).min(state.shelf.blank());
+        let count = left;
+        let ascending = (0..count).map(|at| if window.step < 0 { count - 1 - at } else { at });
+        let page = |at: u32| window.first.0.wrapping_add_signed(window.step * at as i32);
+        for page in ascending.map(|at| PageId(page(at))) {
             if blanks.is_none_or(|(_, count)| count == 0) {
                 blanks = state.shelf.take_blank(left);
             }
@@ -483,12 +486,8 @@ impl<M: Memory> Pages<M> {
 
     /// Allocates slots for a batch, so that the first one is taken first. A chunk is allocated
     /// outside of the lock.
-    fn allocate_slots(&self, hand: &mut Hand, count: usize) {
-        self.backing.allocate_slots(
-            || slots_of(self.state()),
-            count,
-            &mut hand.slots,
-        );
+    pub(super) fn allocate_slots(&self, hand: &mut Hand, count: usize) {
+        self.backing.allocate_slots(|| self.slots(), count, &mut hand.slots);
         hand.slots.reverse();
     }
 }

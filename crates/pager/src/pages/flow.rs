@@ -18,13 +18,12 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::backing::Source;
 use crate::fingerprint::Content;
 use crate::memory::{Memory, Position, Stop};
 use crate::page_table::{Entry, PageId, State as PageState};
 use crate::pages::{Pages, State};
 use crate::shelf::{Record, Use};
-use crate::slots::SlotId;
+use crate::slots::{SlotId, Source};
 use crate::transport::FrameId;
 use crate::stats::Counter;
 

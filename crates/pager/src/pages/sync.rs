@@ -4,6 +4,7 @@
 //! neither a blank nor a clean position, and no page that could be taken out clean, waits for a
 //! WRITE.
 
+use crate::backing;
 use crate::memory::{Memory, Position, Stop};
 use crate::page_table::{Entry, PageId, State as PageState};
 use crate::pages::flight::Late;
@@ -236,12 +237,8 @@ impl<M: Memory> Pages<M> {
 
     /// Maps a page that repeats one word.
     fn map_word(&self, page: PageId, slot: SlotId, word: u64, position: Position) -> Attempt {
-        let bytes = self.memory.position(position).cast::<u64>();
-        for at in 0..PAGE_BYTES / size_of::<u64>() {
-            // SAFETY: the position has memory of a page, aligned to a page, and it is reserved by
-            // this thread.
-            unsafe { bytes.add(at).write(word) };
-        }
+        // SAFETY: the position has memory of a page, and it is reserved by this thread.
+        unsafe { backing::fill(self.memory.position(position), word) };
         let done = self.memory.put_in(position, page, 1);
         let mut state = self.state();
         state.resident += done.pages;
@@ -282,7 +279,7 @@ impl<M: Memory> Pages<M> {
             _ => None,
         };
         if let Some(flight) = flight {
-            let found = window.map_or(Found::Ready(None), Found::Late);
+            let found = window.map_or(Found::Evicted, Found::Late);
             plan.get_or_insert_with(|| request.plan(state, found));
             let late = state.flights.need(flight);
             drop(guard);
@@ -295,8 +292,9 @@ impl<M: Memory> Pages<M> {
                 Late::Waits => Attempt::Served(0),
             };
         }
-        let plan = *plan.get_or_insert_with(|| request.plan(state, Found::Ready(window)));
-        let (first, from, count) = self.lock_beside(hand, state, (page, entry), position, &plan);
+        let found = window.map_or(Found::Evicted, Found::Ready);
+        let plan = plan.get_or_insert_with(|| request.plan(state, found));
+        let (first, from, count) = self.lock_beside(hand, state, (page, entry), position, plan);
         drop(guard);
         let done = self.memory.put_in(from, first, count);
         self.settle_restored(hand, first, done.pages)
