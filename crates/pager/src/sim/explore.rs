@@ -1,0 +1,1 @@
+//! All orders of a small world, up to a number of preemptions.
