@@ -36,7 +36,7 @@
 //! | any | mremap | the same state at the other page | program's thread |
 //!
 //! # Locks
-//! In the order in which they may be taken: `unreadable` ([`Pages::lock_protection`]), a page's
+//! In the order in which they may be taken: `protection` ([`Pages::lock_protection`]), a page's
 //! BUSY bit, [`Pages::state`], [`Pages::slots`]. A thread that holds one of the last two makes no
 //! system call and waits for nothing. No thread holds a BUSY bit while it waits for a transfer.
 //!
@@ -52,7 +52,6 @@ use crate::backing::Backing;
 use crate::fingerprint::Fingerprints;
 use crate::memory::Memory;
 use crate::page_table::{Entry, PageId, PageTable};
-use crate::region::RangeSet;
 use crate::residency::Residency;
 use crate::shelf::Shelf;
 use crate::slots::{ChunkLocation, Emptied, SlotId, Slots};
@@ -122,9 +121,8 @@ pub struct Pages<M: Memory> {
     slots: Mutex<Slots>,
     /// Chunks without a used slot, which a thread of the pager frees.
     emptied: Mutex<Vec<ChunkLocation>>,
-    /// Pages that are mapped without PROT_READ. Pages are taken out only by the holder of this
-    /// lock, so another holder excludes it.
-    unreadable: Mutex<RangeSet>,
+    /// Pages are taken out only by the holder of this lock, so another holder excludes it.
+    protection: Mutex<()>,
     /// True while a fork waits for the handler to read its event, or while a fork is prepared.
     /// Until then the kernel refuses to change pages.
     pub fork_waits: AtomicBool,
@@ -140,7 +138,7 @@ impl<M: Memory> Pages<M> {
         backing: Backing,
         stats: Stats,
         sizes: Sizes,
-        unreadable: RangeSet,
+        fingerprints: Fingerprints,
     ) -> Self {
         let state = State {
             shelf: Shelf::new(sizes.positions),
@@ -161,11 +159,11 @@ impl<M: Memory> Pages<M> {
             backing,
             stats,
             sizes,
-            fingerprints: Fingerprints::new(),
+            fingerprints,
             state: Mutex::new(state),
             slots: Mutex::new(slots),
             emptied: Mutex::default(),
-            unreadable: Mutex::new(unreadable),
+            protection: Mutex::new(()),
             fork_waits: AtomicBool::new(false),
             room_changes: AtomicU32::new(0),
         }
@@ -215,12 +213,12 @@ impl<M: Memory> Pages<M> {
     }
 
     /// Locks the protections of the program's pages: no page is taken out meanwhile.
-    pub fn lock_protection(&self) -> MutexGuard<'_, RangeSet> {
-        self.unreadable.lock().expect("no thread panics while it holds this lock")
+    pub fn lock_protection(&self) -> MutexGuard<'_, ()> {
+        self.protection.lock().expect("no thread panics while it holds this lock")
     }
 
-    fn try_lock_protection(&self) -> Option<MutexGuard<'_, RangeSet>> {
-        match self.unreadable.try_lock() {
+    fn try_lock_protection(&self) -> Option<MutexGuard<'_, ()>> {
+        match self.protection.try_lock() {
             Ok(guard) => Some(guard),
             Err(TryLockError::WouldBlock) => None,
             // A poisoned lock must not look like a busy one: the caller would retry forever.
@@ -277,5 +275,3 @@ impl<M: Memory> Pages<M> {
     }
 }
 
-#[cfg(test)]
-mod tests;
