@@ -38,7 +38,7 @@ unsafe impl Sync for Backing {}
 impl Backing {
     /// Backing memory over a transport. The overflow file is created in a directory when it is
     /// needed.
-    pub fn new(
+    pub(crate) fn new(
         transport: Box<dyn Transport>,
         overflow_directory: PathBuf,
         inheritance: Option<Inheritance>,

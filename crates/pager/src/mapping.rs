@@ -4,9 +4,8 @@
 //! that are unmapped, dropped by advice, or replaced by another mapping lose their frames and slots
 //! here. A chunk is freed with its last slot.
 //!
-//! All functions run on the program's threads with signals blocked and `space` locked; sections
-//! that exclude the taking out of pages also hold their protection lock. Faults are served concurrently, page by page.
-//! Errors are `errno` values for the program.
+//! All functions run on the program's threads with signals blocked and `space` locked. Faults are
+//! served concurrently, page by page. Errors are `errno` values for the program.
 
 use std::ops::Range;
 
@@ -165,9 +164,7 @@ impl Pager {
         self.reclaim_foreign(space, range.clone())?;
         let start = self.region.address(PageId(range.start));
         {
-            let mut unreadable = self.pages.lock_protection();
-            // Where the kernel cannot move pages, taking out reads them: not while pages become
-            // inaccessible here.
+            let mut unreadable = self.unreadable();
             // SAFETY: the program unmaps the range; the range stays reserved.
             unsafe { sys::mprotect(start, range.len() << PAGE_SHIFT, libc::PROT_NONE) }
                 .map_err(errno)?;
@@ -197,9 +194,8 @@ impl Pager {
 
     fn set_protection(&self, range: Range<u32>, prot: i32) -> Result<(), Errno> {
         let start = self.region.address(PageId(range.start));
-        let mut unreadable = self.pages.lock_protection();
-        // SAFETY: the program's own request. The taking out of pages, which may read them, is
-        // excluded, and `unreadable` is updated before it continues.
+        let mut unreadable = self.unreadable();
+        // SAFETY: the program's own request.
         unsafe { sys::mprotect(start, range.len() << PAGE_SHIFT, prot) }.map_err(errno)?;
         if prot & libc::PROT_READ != 0 {
             unreadable.remove(range);
@@ -210,7 +206,7 @@ impl Pager {
     }
 
     fn forget_protection(&self, range: Range<u32>) {
-        self.pages.lock_protection().remove(range);
+        self.unreadable().remove(range);
     }
 
     /// Applies advice. Advice that drops pages is done by the pager. Advice on residency is
@@ -376,7 +372,7 @@ impl Pager {
             // move them.
             return Err(NEEDS_PROMOTION);
         }
-        let prot = if self.pages.lock_protection().contains(range.start) {
+        let prot = if self.unreadable().contains(range.start) {
             libc::PROT_NONE
         } else {
             libc::PROT_READ | libc::PROT_WRITE
@@ -411,13 +407,11 @@ impl Pager {
         }
         self.set_protection(target.clone(), prot)?;
         space.free.remove(target.clone());
-        let protection = self.pages.lock_protection();
         let mut hand = Hand::default();
         for page in 0..old.min(new) {
             let (from, to) = (PageId(range.start + page), PageId(target.start + page));
             self.pages.move_page(&mut hand, from, to);
         }
-        drop(protection);
         const MREMAP_DONTUNMAP: i32 = 4;
         if flags & MREMAP_DONTUNMAP != 0 {
             self.drop_pages(range);
@@ -469,10 +463,7 @@ impl Pager {
             self.forks.drop_in_child(self, range);
             return;
         }
-        {
-            let _protection = self.pages.lock_protection();
-            self.pages.drop_range(range);
-        }
+        self.pages.drop_range(range);
         if self.pages.has_emptied() {
             self.wake_worker(true);
         }

@@ -18,6 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use crate::backing::Backing;
 use crate::config::{Config, EXIT_PAGER};
 use crate::errno::{Errno, MOVED};
+use crate::fingerprint::Fingerprints;
 use crate::fork::inheritance::Inheritance;
 use crate::fork::state::Forks;
 use crate::node_sockets::Sockets;
@@ -86,6 +87,8 @@ pub struct Pager {
     pub(crate) uffd: Arc<Uffd>,
     pub(crate) pages: Pages<LinuxMemory>,
     space: Mutex<Space>,
+    /// Pages that are mapped without PROT_READ.
+    pub(crate) unreadable: Mutex<RangeSet>,
     /// Futex: incremented to wake the worker.
     pub(crate) worker_wakes: AtomicU32,
     pub(crate) worker_sleeps: AtomicBool,
@@ -187,11 +190,13 @@ impl Pager {
         };
         drop(blocked);
         stats.set(Counter::ChunkBytes, transport.chunk_bytes() as u64);
+        let fingerprints = Fingerprints::new().map_err(system("get random numbers"))?;
         let backing = Backing::new(transport, config.overflow_directory.clone(), inheritance);
         Ok(Arc::new(Self {
             config: config.clone(),
             uffd,
-            pages: Pages::new(table, memory, backing, stats, sizes, unreadable),
+            pages: Pages::new(table, memory, backing, stats, sizes, fingerprints),
+            unreadable: Mutex::new(unreadable),
             space: Mutex::new(space),
             region,
             worker_wakes: AtomicU32::new(0),
@@ -259,6 +264,12 @@ impl Pager {
     pub(crate) fn space(&self) -> Result<MutexGuard<'_, Space>, Errno> {
         let space = self.space.lock().expect("no thread panics while it holds this lock");
         if self.forks.is_promoted() { Err(MOVED) } else { Ok(space) }
+    }
+
+    /// Locks the set of pages that are mapped without PROT_READ. Held only by threads that hold
+    /// `space`.
+    pub(crate) fn unreadable(&self) -> MutexGuard<'_, RangeSet> {
+        self.unreadable.lock().expect("no thread panics while it holds this lock")
     }
 
     /// Measures unpaged memory if it seems to have changed, and records the result. Returns true if

@@ -106,7 +106,7 @@ impl Pager {
             fork_events: self.fork_events,
             region: self.region.same(),
             space: space.clone(),
-            unreadable: self.pages.lock_protection().clone(),
+            unreadable: self.unreadable().clone(),
             inheritance: Some(Inheritance::new(calls, server_calls)),
             sockets: self.sockets.clone(),
         };

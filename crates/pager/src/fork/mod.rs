@@ -318,7 +318,9 @@ impl Pager {
         let (mut snapshot, mut touched) = (Snapshot::new(), Touched::new());
         self.pages.visit_slots(
             0..self.region.pages(),
-            |start| drop(touched.insert(start / channel::BLOCK_PAGES)),
+            |start| {
+                touched.insert(start / channel::BLOCK_PAGES);
+            },
             |page, slot| snapshot.push((page, slot)),
         );
         (Arc::new(snapshot), touched)

@@ -12,16 +12,15 @@ use super::child::Inbox;
 use super::child_setup::ChildSetup;
 use crate::config::EXIT_PAGER;
 use crate::descriptor;
-use crate::region::{RangeSet, Space};
+use crate::region::Space;
 use crate::slots::Epoch;
 use crate::sys::{self, SignalsBlocked};
 
 /// Locks and sockets that the forking thread holds across the fork.
 pub(super) struct ForkGuards {
     pub(super) space: MutexGuard<'static, Space>,
-    /// Excludes the taking out of pages, so that the child's copy of the set of unreadable pages is
-    /// consistent.
-    pub(super) protection: MutexGuard<'static, RangeSet>,
+    /// Excludes the taking out of pages.
+    pub(super) protection: MutexGuard<'static, ()>,
     pub(super) blocked: SignalsBlocked,
     pub(super) calls: [OwnedFd; 2],
     pub(super) notices: [OwnedFd; 2],
@@ -82,11 +81,6 @@ impl Forks {
     /// Returns true if another pager has replaced this one.
     pub(crate) fn is_promoted(&self) -> bool {
         self.promoted.load(Ordering::Acquire) != 0
-    }
-
-    /// Returns true from before the preparation of a fork to its end.
-    pub(crate) fn is_forking(&self) -> bool {
-        self.step.load(Ordering::Acquire) != NONE
     }
 
     /// Returns true for the forking thread while it holds the protection lock.

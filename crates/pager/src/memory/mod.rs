@@ -76,8 +76,8 @@ pub trait Memory: Send + Sync {
     /// the threads that wait for them. The positions are empty then.
     fn put_in(&self, from: Position, first: PageId, pages: u32) -> Done;
 
-    /// Maps zeros at missing pages, and wakes the threads that wait for them. Only with `write`, the
-    /// pages have memory of their own.
+    /// Maps zeros at missing pages, and wakes the threads that wait for them. The pages have memory of
+    /// their own only with `write`.
     fn put_zeros(&self, first: PageId, pages: u32, write: bool) -> Done;
 
     /// Drops pages from the program's memory, mapped or missing.

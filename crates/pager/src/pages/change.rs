@@ -13,8 +13,8 @@ use crate::slots::SlotId;
 use crate::transport::{Direction, FrameId};
 
 impl<M: Memory> Pages<M> {
-    /// Drops the content of pages, which read as zeros afterwards. The caller excludes the taking
-    /// out of pages ([`Pages::lock_protection`]) and frees emptied chunks later.
+    /// Drops the content of pages, which read as zeros afterwards. A thread of
+    /// the pager frees emptied chunks later.
     pub fn drop_range(&self, range: Range<u32>) {
         self.table.touched(range, |part| {
             let mut at = part.start;
@@ -92,8 +92,8 @@ impl<M: Memory> Pages<M> {
         }
     }
 
-    /// Moves the content of a page to another page, which is dropped first. The caller excludes the
-    /// taking out of pages, and both pages have the same protection.
+    /// Moves the content of a page to another page, which is dropped first. Both pages
+    /// have the same protection.
     pub fn move_page(&self, hand: &mut Hand, from: PageId, to: PageId) {
         loop {
             if self.table.load(from) == Entry::ABSENT {

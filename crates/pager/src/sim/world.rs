@@ -11,11 +11,11 @@ use super::random::Random;
 use super::threads;
 use super::transport::ModelTransport;
 use crate::backing::Backing;
+use crate::fingerprint::Fingerprints;
 use crate::memory::Position;
 use crate::memory::model::{Bytes, ModelMemory, Odds};
 use crate::page_table::{PageId, PageTable, State as PageState};
 use crate::pages::{Hand, Pages, Sizes};
-use crate::region::RangeSet;
 use crate::shelf::{Use, holds_page};
 use crate::slots::{ChunkLocation, Place, SlotId, Source};
 use crate::stats::Stats;
@@ -105,9 +105,9 @@ impl World {
         let table = PageTable::new(pages as usize).expect("memory for a page table");
         let stats = Stats::private().expect("memory for counters");
         let backing = Backing::new(Box::new(pool.clone()), std::env::temp_dir(), None);
-        let unreadable = RangeSet::default();
+        let prints = Fingerprints::new().expect("random numbers for the key");
         let world = Rc::new(Self {
-            pages: Pages::new(table, memory, backing, stats, sizes, unreadable),
+            pages: Pages::new(table, memory, backing, stats, sizes, prints),
             pool,
             oracle: RefCell::new(Oracle::new(pages)),
             random: RefCell::new(random(3)),
@@ -133,7 +133,7 @@ impl World {
     }
 
     /// Locks the protections as the pager's threads do.
-    pub(crate) fn lock_protection(&self) -> std::sync::MutexGuard<'_, RangeSet> {
+    pub(crate) fn lock_protection(&self) -> std::sync::MutexGuard<'_, ()> {
         loop {
             if let Some(guard) = self.pages.try_lock_protection() {
                 return guard;
