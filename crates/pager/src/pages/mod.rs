@@ -52,6 +52,174 @@ use crate::backing::Backing;
 use crate::fingerprint::Fingerprints;
 use crate::memory::Memory;
 use crate::page_table::{Entry, PageId, PageTable};
+use crate::point;
+use crate::residency::Residency;
+use crate::shelf::Shelf;
+use crate::slots::{ChunkLocation, Emptied, SlotId, Slots};
+use crate::stats::{Counter, Stats};
+use crate::stream::{self, Streams};
+use crate::transport::{Direction, FrameId, Lane};
+
+pub mod change;
+pub mod check;
+pub mod flight;
+pub mod flow;
+pub mod sizes;
+pub mod sync;
+
+pub use flight::FlightIndex;
+use flight::Flights;
+pub use flow::Hand;
+pub use sizes::Sizes;
+pub use sync::Request;
+
+/// Everything that [`Pages::state`] guards.
+pub struct State {
+    /// Positions and their pages.
+    pub shelf: Shelf,
+    /// Resident pages, in the order in which they become victims.
+    pub queue: Residency,
+    /// Transfers in flight.
+    pub flights: Flights,
+    /// Prefetcher.
+    pub streams: Streams,
+    /// Pages that are mapped in the program's memory, or about to be.
+    pub resident: u32,
+    /// Greatest number of present pages.
+    pub limit: u32,
+    /// Pages whose threads are woken once the lock is released.
+    pub late_wakes: Vec<PageId>,
+}
+
+impl State {
+    /// Returns the number of present pages.
+    pub fn present(&self) -> u32 {
+        self.resident + self.shelf.filled()
+    }
+
+    /// Returns the number of pages that may become present.
+    pub fn room(&self) -> u32 {
+        self.limit.saturating_sub(self.present())
+    }
+}
+
+/// The pages of one process.
+pub struct Pages<M: Memory> {
+    /// State of every page.
+    pub table: PageTable,
+    /// Memory operations.
+    pub memory: M,
+    /// Backing memory.
+    pub backing: Backing,
+    /// Counters.
+    pub stats: Stats,
+    /// Sizes that follow from the bound.
+    pub sizes: Sizes,
+    fingerprints: Fingerprints,
+    state: Mutex<State>,
+    /// Slots in the backing memory. Not a part of `state`, because the page server of forked children
+    /// takes this lock even if the program was killed while one of its threads held `state`.
+    slots: Mutex<Slots>,
+    /// Chunks without a used slot, which a thread of the pager frees.
+    emptied: Mutex<Vec<ChunkLocation>>,
+    /// Pages are taken out only by the holder of this lock, so another holder excludes it.
+    protection: Mutex<()>,
+    /// True while a fork waits for the handler to read its event, or while a fork is prepared.
+    /// Until then the kernel refuses to change pages.
+    pub fork_waits: AtomicBool,
+    /// Futex: incremented when a position may have become blank, or a fork waits.
+    pub room_changes: AtomicU32,
+}
+
+impl<M: Memory> Pages<M> {
+    /// Pages that are all absent.
+    pub fn new(
+        table: PageTable,
+        memory: M,
+        backing: Backing,
+        stats: Stats,
+        sizes: Sizes,
+        fingerprints: Fingerprints,
+    ) -> Self {
+        let state = State {
+            shelf: Shelf::new(sizes.positions),
+            queue: Residency::default(),
+            flights: Flights::new(&sizes),
+            streams: Streams::new(stream::Settings {
+                window_pages: sizes.window,
+                ..stream::Settings::default()
+            }),
+            resident: 0,
+            limit: sizes.limit,
+            late_wakes: Vec::new(),
+        };
+        let slots = Slots::new(backing.chunk_bytes());
+        Self {
+            table,
+            memory,
+            backing,
+            stats,
+            sizes,
+            fingerprints,
+            state: Mutex::new(state),
+            slots: Mutex::new(slots),
+            emptied: Mutex::default(),
+            protection: Mutex::new(()),
+            fork_waits: AtomicBool::new(false),
+            room_changes: AtomicU32::new(0),
+        }
+    }
+
+    /// Locks the state. Short: no system call is made under this lock.
+    pub fn state(&self) -> MutexGuard<'_, State> {
+        point();
+        self.state.lock().expect("no thread panics while it holds this lock")
+    }
+
+    /// Locks the slots.
+    pub fn slots(&self) -> MutexGuard<'_, Slots> {
+        point();
+        self.slots.lock().expect("no thread panics while it holds this lock")
+    }
+
+    /// Frees a slot. If its chunk is empty now, a thread of the pager frees the chunk.
+    pub fn free_slot(&self, slot: SlotId) {
+        let emptied = self.slots().free(slot);
+        self.note_emptied(emptied);
+    }
+
+    /// Notes chunks for [`Pages::free_emptied`].
+    pub fn note_emptied(&self, emptied: impl IntoIterator<Item = Emptied>) {
+        for Emptied(location) in emptied {
+            self.emptied().push(location);
+        }
+    }
+
+    /// Returns true if [`Pages::free_emptied`] has something to do.
+    pub fn has_emptied(&self) -> bool {
+        !self.emptied().is_empty()
+    }
+
+    fn emptied(&self) -> MutexGuard<'_, Vec<ChunkLocation>> {
+        self.emptied.lock().expect("no thread panics while it holds this lock")
+    }
+
+    /// Frees chunks without a used slot. Called only by the pager's threads.
+    pub fn free_emptied(&self) {
+        loop {
+            let location = self.emptied().pop();
+            match location {
+                Some(location) => self.backing.free_location(location),
+                None => return,
+            }
+        }
+    }
+
+    /// Locks the protections of the program's pages: no page is taken out meanwhile.
+    pub fn lock_protection(&self) -> MutexGuard<'_, ()> {
+        self.protection.lock().expect("no thread panics while it holds this lock")
+    }
+
     pub(crate) fn try_lock_protection(&self) -> Option<MutexGuard<'_, ()>> {
         point();
         match self.protection.try_lock() {
