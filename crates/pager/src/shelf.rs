@@ -225,6 +225,12 @@ impl Shelf {
         (self.dirty.first != NONE).then_some(Position(self.dirty.first))
     }
 
+    /// Makes a dirty position the newest one.
+    pub fn renew_dirty(&mut self, position: Position) {
+        unlink(&mut self.links, &mut self.dirty, position.0);
+        append(&mut self.links, &mut self.dirty, position.0);
+    }
+
     /// Returns the dirty positions, oldest first.
     pub fn dirty_positions(&self) -> impl Iterator<Item = Position> + '_ {
         let after = |index: &u32| match self.links[*index as usize].after {

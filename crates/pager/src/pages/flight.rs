@@ -443,9 +443,17 @@ impl<M: Memory> Pages<M> {
         let first_frame = state.flights.get(index).first_frame;
         hand.pairs.clear();
         hand.landing.clear();
-        while hand.landing.len() < self.sizes.window as usize {
+        for _ in 0..state.shelf.dirty() {
+            if hand.landing.len() == self.sizes.window as usize {
+                break;
+            }
             let Some(position) = state.shelf.oldest_dirty() else { break };
             let record = *state.shelf.record(position);
+            if self.table.load(record.page).is_busy() {
+                // A fault maps the page just now: the position may be empty already.
+                state.shelf.renew_dirty(position);
+                continue;
+            }
             let slot = match record.slot {
                 Some(slot) if !self.slots().is_frozen(slot) => slot,
                 old => {

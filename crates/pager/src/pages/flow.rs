@@ -258,6 +258,7 @@ impl<M: Memory> Pages<M> {
         }
         self.choose(hand, max.min(BATCH_PAGES));
         if hand.taken.is_empty() {
+            self.wake_late();
             return TakenOut::None;
         }
         let stop = self.move_chosen(hand);

@@ -59,7 +59,10 @@ impl<M: Memory> Pages<M> {
             {
                 Attempt::Refault
             } else {
-                let Some(entry) = self.table.lock_or_wait(page) else { return 0 };
+                let Some(entry) = self.table.lock_or_wait(page) else {
+                    plan.iter().for_each(|plan| self.cancel(plan));
+                    return 0;
+                };
                 match entry.state() {
                     PageState::Resident => self.spurious(request, entry),
                     PageState::Absent => self.first_touch(hand, request, &mut plan),
@@ -250,7 +253,9 @@ impl<M: Memory> Pages<M> {
         self.stats.add(Counter::PagesWordMapped, u64::from(done.pages));
         match done.pages {
             1 => {
-                self.settle(page, Entry::resident(None));
+                // The entry keeps the slot: until the page is taken out, a forked child's snapshot
+                // finds the content there.
+                self.settle(page, Entry::resident(Some(slot.0)));
                 Attempt::Served(1)
             }
             _ => {

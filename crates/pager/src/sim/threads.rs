@@ -200,9 +200,8 @@ pub(crate) fn nic(world: &World) {
 pub(crate) fn resizer(world: &World) {
     let full = world.setup.sizes.limit;
     for round in 0..world.setup.resizes {
-        for _ in 0..world.random.borrow_mut().within(1..=60) {
-            point();
-        }
+        let steps = world.random.borrow_mut().within(1..=60);
+        (0..steps).for_each(|_| point());
         let is_last = round + 1 == world.setup.resizes;
         let limit = if is_last { full } else { world.random.borrow_mut().within(full / 2..=full) };
         trace(|| format!("limit {limit}"));
@@ -222,9 +221,8 @@ pub(crate) fn device(world: &World) {
             continue;
         }
         trace(|| format!("page {page} is pinned"));
-        for _ in 0..world.random.borrow_mut().within(1..=80) {
-            point();
-        }
+        let steps = world.random.borrow_mut().within(1..=80);
+        (0..steps).for_each(|_| point());
         let stamp = world.stamp.get() + 1;
         world.stamp.set(stamp);
         world.pages.memory.write_pinned(PageId(page), |content| {
