@@ -198,7 +198,10 @@ impl PageTable {
             }
             match entry.compare_exchange_weak(now, now | BUSY, Ordering::AcqRel, Ordering::Acquire)
             {
-                Ok(_) => return Some(Entry(now)),
+                Ok(_) => {
+                    self.touch(page);
+                    return Some(Entry(now));
+                }
                 Err(other) => now = other,
             }
         }
@@ -213,7 +216,11 @@ impl PageTable {
             let busy = now & BUSY != 0;
             let next = if busy { now | WAIT } else { now | BUSY };
             match entry.compare_exchange_weak(now, next, Ordering::AcqRel, Ordering::Acquire) {
-                Ok(_) => return (!busy).then_some(Entry(now)),
+                Ok(_) if busy => return None,
+                Ok(_) => {
+                    self.touch(page);
+                    return Some(Entry(now));
+                }
                 Err(other) => now = other,
             }
         }
@@ -256,10 +263,6 @@ impl PageTable {
                 Err(other) => now = other,
             }
         }
-        let block = self.block(page.0 as usize / BLOCK_PAGES);
-        if block.load(Ordering::Relaxed) == 0 {
-            block.store(1, Ordering::Release);
-        }
         now & WAIT != 0
     }
 
@@ -281,7 +284,16 @@ impl PageTable {
         } else {
             self.entry(page).fetch_and(!PINNED, Ordering::AcqRel);
         }
-        self.block(page.0 as usize / BLOCK_PAGES).store(1, Ordering::Release);
+        self.touch(page);
+    }
+
+    /// Notes that an entry changes. Called before the page gets content: a thread that sees the
+    /// content may drop the page before BUSY is cleared.
+    fn touch(&self, page: PageId) {
+        let block = self.block(page.0 as usize / BLOCK_PAGES);
+        if block.load(Ordering::Relaxed) == 0 {
+            block.store(1, Ordering::Release);
+        }
     }
 
     /// Calls `visit` with the part of `range` in each block in which an entry has ever been

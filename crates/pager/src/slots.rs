@@ -288,6 +288,12 @@ impl Slots {
         self.open = Some(self.add_chunk(ChunkLocation::Overflow(stretch)));
     }
 
+    /// Notes that a stretch of the overflow file is free: the caller has freed the location that
+    /// [`Slots::free`] returned. Before, a new chunk there would lose its content.
+    pub fn note_freed(&mut self, stretch: u32) {
+        self.overflow_free.push(stretch);
+    }
+
     /// Records the fingerprint of the content that is written to a slot.
     pub fn set_print(&mut self, slot: SlotId, print: u128) {
         let (index, page) = self.split(slot);
@@ -398,10 +404,7 @@ impl Slots {
         }
         match location {
             ChunkLocation::Pool(_) => self.pool_chunks -= 1,
-            ChunkLocation::Overflow(stretch) => {
-                self.overflow_chunks -= 1;
-                self.overflow_free.push(stretch);
-            }
+            ChunkLocation::Overflow(_) => self.overflow_chunks -= 1,
         }
         // The pool has free memory again once this chunk is freed.
         self.full_since = None;

@@ -209,7 +209,12 @@ impl<M: Memory> Pages<M> {
         loop {
             let location = self.emptied().pop();
             match location {
-                Some(location) => self.backing.free_location(location),
+                Some(location) => {
+                    self.backing.free_location(location);
+                    if let ChunkLocation::Overflow(stretch) = location {
+                        self.slots().note_freed(stretch);
+                    }
+                }
                 None => return,
             }
         }

@@ -302,7 +302,13 @@ impl<M: Memory> Pages<M> {
         let (first, from, count) = self.lock_beside(hand, state, (page, entry), position, plan);
         drop(guard);
         let done = self.memory.put_in(from, first, count);
-        self.settle_restored(hand, first, done.pages)
+        self.settle_restored(hand, first, done.pages);
+        // With a backward run, the page of the fault is the last one.
+        if page.0 < first.0 + done.pages {
+            Attempt::Served(done.pages)
+        } else {
+            Attempt::Refault
+        }
     }
 
     /// Locks the pages of the same window beside a page that is BUSY. Returns the first page, its
@@ -352,7 +358,7 @@ impl<M: Memory> Pages<M> {
     }
 
     /// Stores the entries of the BUSY pages in `hand.run`, of which the first `mapped` are mapped.
-    fn settle_restored(&self, hand: &mut Hand, first: PageId, mapped: u32) -> Attempt {
+    fn settle_restored(&self, hand: &mut Hand, first: PageId, mapped: u32) {
         let mut guard = self.state();
         let state = &mut *guard;
         hand.woken.clear();
@@ -383,7 +389,6 @@ impl<M: Memory> Pages<M> {
         drop(guard);
         hand.woken.drain(..).for_each(|page| self.memory.wake(page, 1));
         self.stats.add(Counter::PagesRestored, restored);
-        if mapped > 0 { Attempt::Served(mapped) } else { Attempt::Refault }
     }
 
     /// Starts the windows of a plan.
