@@ -141,21 +141,22 @@ impl Backing {
         slots: &mut Vec<SlotId>,
     ) {
         let wanted = slots.len() + count;
-        while slots.len() < wanted {
-            let wants_pool = {
-                let mut set = lock();
-                while slots.len() < wanted
-                    && let Some(slot) = set.allocate()
-                {
-                    slots.push(slot);
-                }
-                set.wants_pool()
-            };
+        let mut set = lock();
+        loop {
+            while slots.len() < wanted
+                && let Some(slot) = set.allocate()
+            {
+                slots.push(slot);
+            }
             if slots.len() == wanted {
                 return;
             }
+            let wants_pool = set.wants_pool();
+            drop(set);
             let chunk = wants_pool.then(|| self.transport.allocate_chunk());
-            let mut set = lock();
+            // At least one slot is taken from the new chunk before the lock is released. Otherwise
+            // the chunk could stay without a used slot, and would never be freed.
+            set = lock();
             match chunk {
                 Some(Ok(handle)) => set.add_pool_chunk(handle),
                 Some(Err(TransportError::Full)) => set.note_full(),

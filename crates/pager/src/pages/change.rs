@@ -75,7 +75,10 @@ impl<M: Memory> Pages<M> {
         let record = *state.shelf.record(position);
         match state.shelf.used(position) {
             Use::Fetching(flight, entry) | Use::Writing(flight, entry) => {
-                state.flights.note_dropped(flight, entry);
+                if state.flights.note_dropped(flight, entry) {
+                    // The end of the flight wakes no threads at this page any more.
+                    state.late_wakes.push(record.page);
+                }
                 // The window's page is neither used nor wasted: the record is not asked again.
                 state.shelf.record_mut(position).window = None;
             }

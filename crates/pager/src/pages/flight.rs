@@ -185,9 +185,12 @@ impl Flights {
         self.get(index).entries[entry as usize].fate = Fate::Mapped;
     }
 
-    /// Notes that the program dropped a page in flight.
-    pub fn note_dropped(&mut self, index: FlightIndex, entry: u8) {
-        self.get(index).entries[entry as usize].fate = Fate::Dropped;
+    /// Notes that the program dropped a page in flight. Returns true if threads may wait for it.
+    #[must_use]
+    pub fn note_dropped(&mut self, index: FlightIndex, entry: u8) -> bool {
+        let flight = self.get(index);
+        flight.entries[entry as usize].fate = Fate::Dropped;
+        flight.waited
     }
 }
 

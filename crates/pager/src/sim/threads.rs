@@ -77,7 +77,6 @@ fn serve(world: &World, hand: &mut Hand, page: PageId, thread: u32, write: bool)
         over_limit,
     };
     if over_limit {
-        world.allowed.set(world.allowed.get().max(world.pages.present()) + 1);
         world.over_limit.set(world.over_limit.get() + 1);
     }
     let pages = world.pages.fault(hand, &request);
