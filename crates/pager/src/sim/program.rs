@@ -140,6 +140,7 @@ fn drop_pages(world: &World, range: std::ops::Range<u32>) {
 
 /// Drops a page by a raw system call. The kernel drops only mapped pages.
 fn drop_raw(world: &World, page: u32) {
+    wait_until("waits for the end of a move", || !world.excluded.borrow()[page as usize]);
     world.raw_drops.set(true);
     if world.pages.memory.drop_raw(PageId(page)) {
         world.oracle.borrow_mut().dropped(page);

@@ -216,7 +216,7 @@ pub(crate) fn device(world: &World) {
     for _ in 0..world.setup.pins {
         let page = world.random.borrow_mut().below(world.setup.pages);
         point();
-        if !world.pages.memory.pin(PageId(page)) {
+        if world.excluded.borrow()[page as usize] || !world.pages.memory.pin(PageId(page)) {
             continue;
         }
         trace(|| format!("page {page} is pinned"));
