@@ -50,6 +50,7 @@ mod spawn;
 pub mod staging;
 pub mod stats;
 pub mod store;
+pub mod stream;
 pub mod streams;
 pub mod sys;
 mod threads;
