@@ -232,16 +232,28 @@ impl Contexts {
         self.contexts[at].hit = thread.faults;
     }
 
-    /// Finds the context of a fault: of the same thread, the one that `page` continues exactly;
-    /// then of another thread, because a stream may move between threads; then the nearest one of
-    /// the same thread within a zone.
-    pub(super) fn find(&self, thread: u32, page: u32) -> Option<usize> {
+    /// Finds the context of a fault. The first that exists of: the owner of the window in which the
+    /// page was found, if the page is exactly the next one; the context of the same thread that the
+    /// page continues; such a context of another thread, because a stream may move between threads;
+    /// the owner, if the page is anywhere on its stream; the nearest context of the same thread
+    /// within a zone.
+    pub(super) fn find(&self, thread: u32, page: u32, owner: Option<Owner>) -> Option<usize> {
+        let owner = owner.map(|owner| (owner, &self.contexts[owner.context]));
+        let owner = owner
+            .filter(|(owner, context)| context.birth == owner.birth && context.is_on_stream(page));
+        if let Some((owner, context)) = owner
+            && context.run.end() == i64::from(page)
+        {
+            return Some(owner.context);
+        }
         let own = self.thread(thread);
         own.and_then(|own| self.continued(own, page))
             .or_else(|| {
-                let others = (0..self.threads.len()).filter(|slot| Some(*slot) != own);
+                let is_other = |slot: &usize| Some(*slot) != own && self.threads[*slot].hit > 0;
+                let others = (0..self.threads.len()).filter(is_other);
                 others.filter_map(|slot| self.continued(slot, page)).next()
             })
+            .or(owner.map(|(owner, _)| owner.context))
             .or_else(|| own.and_then(|own| self.nearest(own, page)))
     }
 
@@ -291,10 +303,14 @@ impl Contexts {
         let own = slot * CONTEXTS..(slot + 1) * CONTEXTS;
         // The least confident one, and of those the least recent one. An empty entry has neither
         // confidence nor hits. Confident ones come last.
-        let rank = |context: &Context| context.confidence.min(CONFIDENT);
-        let ranked = own.map(|at| (rank(&self.contexts[at]), self.contexts[at].hit, at));
-        let (confidence, hit, at) = ranked.min()?;
-        if confidence == CONFIDENT && faults - hit <= STALE_FAULTS {
+        let rank =
+            |context: &Context| u64::from(context.confidence.min(CONFIDENT)) << 48 | context.hit;
+        // Both in one number, and the index below them: the search has no branch to mispredict.
+        let ranked = (0u64..).zip(&self.contexts[own.clone()]);
+        let victim = ranked.map(|(n, context)| rank(context) << 8 | n).min()?;
+        let at = own.start + (victim & 0xff) as usize;
+        let Context { confidence, hit, .. } = self.contexts[at];
+        if confidence >= CONFIDENT && faults - hit <= STALE_FAULTS {
             self.threads[slot].faults += 1;
             return None;
         }

@@ -210,11 +210,7 @@ impl Streams {
         if fault.advice == Advice::Random {
             return Plan::one();
         }
-        let owner = owner.filter(|owner| {
-            self.contexts.of(*owner).is_some_and(|context| context.is_on_stream(page))
-        });
-        let found = owner.map(|owner| owner.context);
-        let found = found.or_else(|| self.contexts.find(fault.thread, page));
+        let found = self.contexts.find(fault.thread, page, owner);
         let Some(at) = found.or_else(|| self.create(fault.thread)) else { return Plan::one() };
         self.contexts.hit(at);
         let context = self.contexts.get(at);
@@ -359,16 +355,11 @@ impl Streams {
         let max = self.max_pages(step);
         let context = self.contexts.get(at);
         let mut entered = None;
-        // Pages from here to the next planned window.
-        let mut free = u32::MAX;
+        // The queue begins at the end of the run, and has no gaps. So a page in no window is behind
+        // the frontier, and the queue is empty then.
         while let Some(window) = context.queue.first() {
-            let index = window.span().index(page).unwrap_or(0);
-            if index < 0 {
-                free = index.unsigned_abs() as u32;
-                break;
-            }
             context.queue.remove_first();
-            if index < i64::from(window.pages) {
+            if window.span().index(page).is_some_and(|index| index < i64::from(window.pages)) {
                 entered = Some(window);
                 break;
             }
@@ -389,7 +380,7 @@ impl Streams {
         let (pages, grows) = match entered {
             Some(window) => (window.pages, window.pages == context.size),
             None if fault.found == Found::Remote || step.abs() != 1 => (1, false),
-            None => (context.size.min(room(&fault.bounds, page, step)).min(free).max(1), true),
+            None => (context.size.min(room(&fault.bounds, page, step)).max(1), true),
         };
         if let Some(window) = entered {
             context.run = window.span();
@@ -397,9 +388,7 @@ impl Streams {
             set_ahead(context, matches!(fault.found, Found::Late(_)), window.pages == max);
         } else {
             context.run = Span { first: fault.page.0, pages, step };
-            let end = context.run.end();
-            let is_planned = (context.frontier - end) * i64::from(step) > 0;
-            context.frontier = if is_planned { context.frontier } else { end };
+            context.frontier = context.run.end();
         }
         if grows && is_exact {
             context.size = (context.size * GROWTH).min(max);
@@ -407,20 +396,18 @@ impl Streams {
     }
 
     /// Counts the pages behind the faulting one as mapped. They are used when the stream leaves its
-    /// run.
+    /// run. A fault on a page that was not there does not count, because its run may end at once.
     fn count_mapped(&mut self, at: usize, fault: &Fault, map: u32) {
-        let current = self.contexts.get(at).current;
-        if let Some(window) = current {
-            self.windows.mapped_from(window, fault.page);
+        let (Found::Ready(window) | Found::Late(window)) = fault.found else { return };
+        if map == 1 {
+            return;
         }
-        // A window that another context has planned, or this one before it planned again. Because
-        // no later fault of this stream settles that window, its pages count as used now.
-        if let Found::Ready(window) | Found::Late(window) = fault.found
-            && current != Some(window)
-            && map > 1
-        {
-            self.windows.mapped_from(window, fault.page);
-            self.windows.passed(window);
+        if self.contexts.get(at).current == Some(window) {
+            self.windows.mapped_to_end(window, fault.page);
+        } else {
+            // Another context has planned the window, or this one before it planned the rest again.
+            // Because no later fault of this stream settles that window, its pages are used now.
+            self.windows.mapped_in_passing(window, map);
         }
     }
 
