@@ -57,7 +57,6 @@ mod spawn;
 pub mod stats;
 pub mod store;
 pub mod stream;
-pub mod streams;
 pub mod sys;
 mod threads;
 pub mod transport;

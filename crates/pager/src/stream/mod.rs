@@ -265,6 +265,12 @@ impl Streams {
         self.windows.counters()
     }
 
+    /// Returns the number of planned windows of which [`Streams::arrived`] is still due.
+    #[cfg(test)]
+    pub(crate) fn in_flight(&self) -> usize {
+        self.windows.totals().0
+    }
+
     /// Makes a context for a fault. None if no context may be displaced.
     fn create(&mut self, thread: u32) -> Option<usize> {
         let victims = self.contexts.victims(thread)?;
