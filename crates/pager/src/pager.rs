@@ -165,10 +165,8 @@ impl Pager {
             let bytes = frames.frames as usize * PAGE_BYTES;
             sys::madvise(frames.base as usize, bytes, libc::MADV_DONTFORK)
         };
-        let sizes = Sizes::new(config.local_bytes);
-        if frames.frames < sizes.frames() {
-            return Err(Error::LocalTooSmall { bytes: config.local_bytes });
-        }
+        let too_small = Error::LocalTooSmall { bytes: config.local_bytes };
+        let sizes = Sizes::new(config.local_bytes).with_frames(frames.frames).ok_or(too_small)?;
         let memory = LinuxMemory::new(uffd.clone(), &region, sizes.positions, config.pages)?;
         let sizes = sizes.with_slack(memory.slack_pages());
         let sizes = Sizes { limit: sizes.limit.min(region.pages()), ..sizes };

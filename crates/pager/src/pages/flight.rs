@@ -498,7 +498,11 @@ impl<M: Memory> Pages<M> {
     /// Allocates slots for a batch, so that the first one is taken first. A chunk is allocated
     /// outside of the lock.
     pub(super) fn allocate_slots(&self, hand: &mut Hand, count: usize) {
+        if count == 0 {
+            return;
+        }
         self.backing.allocate_slots(|| self.slots(), count, &mut hand.slots);
         hand.slots.reverse();
+        self.note_chunks();
     }
 }

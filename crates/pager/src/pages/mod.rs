@@ -273,6 +273,14 @@ impl<M: Memory> Pages<M> {
         self.stats.set(Counter::AllocationsByCpu, done.allocations_by_cpu);
     }
 
+    fn note_chunks(&self) {
+        let (pool, overflow) = self.slots().held();
+        self.stats.set(Counter::PoolChunks, u64::from(pool));
+        self.stats.raise(Counter::PoolChunksPeak, u64::from(pool));
+        self.stats.set(Counter::OverflowChunks, u64::from(overflow));
+        self.stats.raise(Counter::OverflowChunksPeak, u64::from(overflow));
+    }
+
     fn note_present(&self, present: u32) {
         self.stats.set(Counter::ResidentPages, u64::from(present));
         self.stats.raise(Counter::ResidentPagesPeak, u64::from(present));

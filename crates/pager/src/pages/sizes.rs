@@ -76,6 +76,14 @@ impl Sizes {
         self.first_demand_frame() + DEMAND_FRAMES
     }
 
+    /// Returns these sizes for a transport with `frames` frames. `None` if these are too few, or take
+    /// more than half of the bound.
+    pub fn with_frames(self, frames: u32) -> Option<Self> {
+        let needed = self.frames();
+        let local = self.limit + needed;
+        (needed <= frames && frames <= local / 2).then(|| Self { limit: local - frames, ..self })
+    }
+
     /// Returns these sizes with `pages` pages less present, which the memory operations need for a
     /// moment.
     pub fn with_slack(self, pages: u32) -> Self {

@@ -12,6 +12,7 @@ pub(super) const CONFIDENT: u8 = 2;
 pub(super) const CONFIDENCE_MAX: u8 = 3;
 /// Maximum number of windows that a stream has planned and not reached.
 pub(super) const AHEAD: usize = 4;
+const CAUTION_MAX: u8 = 3;
 /// Faults of its thread after which an unused confident context is stale.
 const STALE_FAULTS: u64 = 64;
 
@@ -68,8 +69,10 @@ pub(super) struct Context {
     pub size: u32,
     /// Windows to have ahead: 1, 2 or 4.
     pub ahead: usize,
-    /// Windows reached in succession that were there in time.
+    /// Windows reached in succession that were there in time, and the number from which fewer
+    /// windows ahead are tried.
     pub timely: u32,
+    pub patience: u32,
     pub in_flight: u32,
     /// Wasteful windows in succession, 0 or 1.
     pub wasteful: u32,
@@ -95,6 +98,7 @@ impl Context {
             size: 0,
             ahead: 1,
             timely: 0,
+            patience: 0,
             in_flight: 0,
             wasteful: 0,
             suspended: 0,
@@ -170,12 +174,15 @@ struct Thread {
     hit: u64,
     /// Faults that the contexts of this thread received, or were refused.
     faults: u64,
+    /// Rises with each wasteful window, and falls with each window that was used: 0 to 3.
+    caution: u8,
 }
 
 impl Contexts {
     pub(super) fn new(threads: usize) -> Contexts {
         Contexts {
-            threads: vec![Thread { id: 0, hit: 0, faults: 0 }; threads].into_boxed_slice(),
+            threads: vec![Thread { id: 0, hit: 0, faults: 0, caution: 0 }; threads]
+                .into_boxed_slice(),
             contexts: vec![Context::new(0); threads * CONTEXTS].into_boxed_slice(),
             ends: vec![u32::MAX; threads * CONTEXTS].into_boxed_slice(),
             clock: 0,
@@ -195,6 +202,21 @@ impl Contexts {
         Owner { context: at, birth: self.contexts[at].birth }
     }
 
+    /// The caution of a context's thread.
+    pub(super) fn caution(&self, at: usize) -> u8 {
+        self.threads[at / CONTEXTS].caution
+    }
+
+    pub(super) fn raise_caution(&mut self, at: usize) {
+        let caution = &mut self.threads[at / CONTEXTS].caution;
+        *caution = (*caution + 1).min(CAUTION_MAX);
+    }
+
+    pub(super) fn lower_caution(&mut self, at: usize) {
+        let caution = &mut self.threads[at / CONTEXTS].caution;
+        *caution = caution.saturating_sub(1);
+    }
+
     /// Sets the page near which further faults belong to a context.
     pub(super) fn set_end(&mut self, at: usize, page: u32) {
         self.ends[at] = page;
@@ -210,16 +232,28 @@ impl Contexts {
         self.contexts[at].hit = thread.faults;
     }
 
-    /// Finds the context of a fault: of the same thread, the one that `page` continues exactly;
-    /// then of another thread, because a stream may move between threads; then the nearest one of
-    /// the same thread within a zone.
-    pub(super) fn find(&self, thread: u32, page: u32) -> Option<usize> {
+    /// Finds the context of a fault. The first that exists of: the owner of the window in which the
+    /// page was found, if the page is exactly the next one; the context of the same thread that the
+    /// page continues; such a context of another thread, because a stream may move between threads;
+    /// the owner, if the page is anywhere on its stream; the nearest context of the same thread
+    /// within a zone.
+    pub(super) fn find(&self, thread: u32, page: u32, owner: Option<Owner>) -> Option<usize> {
+        let owner = owner.map(|owner| (owner, &self.contexts[owner.context]));
+        let owner = owner
+            .filter(|(owner, context)| context.birth == owner.birth && context.is_on_stream(page));
+        if let Some((owner, context)) = owner
+            && context.run.end() == i64::from(page)
+        {
+            return Some(owner.context);
+        }
         let own = self.thread(thread);
         own.and_then(|own| self.continued(own, page))
             .or_else(|| {
-                let others = (0..self.threads.len()).filter(|slot| Some(*slot) != own);
+                let is_other = |slot: &usize| Some(*slot) != own && self.threads[*slot].hit > 0;
+                let others = (0..self.threads.len()).filter(is_other);
                 others.filter_map(|slot| self.continued(slot, page)).next()
             })
+            .or(owner.map(|(owner, _)| owner.context))
             .or_else(|| own.and_then(|own| self.nearest(own, page)))
     }
 
@@ -232,9 +266,10 @@ impl Contexts {
     fn continued(&self, slot: usize, page: u32) -> Option<usize> {
         let base = slot * CONTEXTS;
         let ends: &[u32; CONTEXTS] = self.ends[base..][..CONTEXTS].try_into().ok()?;
-        let is_near = |end: u32| page.wrapping_sub(end).wrapping_add(1) <= 2;
+        let (below, above) = (page.wrapping_sub(1), page.wrapping_add(1));
+        let is_near = |end: u32| (end == below) | (end == page) | (end == above);
         // Without an early end, so that the compiler compares all with few vector instructions.
-        if !ends.iter().fold(false, |any, end| any | is_near(*end)) {
+        if ends.iter().fold(0, |any, end| any | u32::from(is_near(*end))) == 0 {
             return None;
         }
         (base..base + CONTEXTS).find(|at| {
@@ -245,10 +280,13 @@ impl Contexts {
     }
 
     fn nearest(&self, slot: usize, page: u32) -> Option<usize> {
-        let own = slot * CONTEXTS..(slot + 1) * CONTEXTS;
-        let live = own.filter(|at| self.contexts[*at].birth != 0);
-        let nearest = live.min_by_key(|at| self.ends[*at].abs_diff(page))?;
-        (self.ends[nearest].abs_diff(page) <= ZONE).then_some(nearest)
+        let base = slot * CONTEXTS;
+        let ends: &[u32; CONTEXTS] = self.ends[base..][..CONTEXTS].try_into().ok()?;
+        let distances = (0u64..).zip(ends).map(|(n, end)| u64::from(end.abs_diff(page)) << 8 | n);
+        let nearest = distances.min()?;
+        let at = base + (nearest & 0xff) as usize;
+        let is_live = nearest >> 8 <= u64::from(ZONE) && self.contexts[at].birth != 0;
+        is_live.then_some(at)
     }
 
     /// Entries whose contexts a new context of `thread` at `page` displaces: all of the least
@@ -258,33 +296,33 @@ impl Contexts {
         let Some(slot) = self.thread(thread) else {
             let slots = 0..self.threads.len();
             let slot = slots.min_by_key(|slot| self.threads[*slot].hit)?;
-            self.threads[slot] = Thread { id: thread, hit: self.clock + 1, faults: 0 };
+            self.threads[slot] = Thread { id: thread, hit: self.clock + 1, faults: 0, caution: 0 };
             return Some(slot * CONTEXTS..(slot + 1) * CONTEXTS);
         };
         let faults = self.threads[slot].faults;
-        let rank = |context: &Context| match context.confidence {
-            _ if context.birth == 0 => Some(0),
-            confidence if confidence < CONFIDENT => Some(1 + confidence),
-            _ => (faults - context.hit > STALE_FAULTS).then_some(u8::MAX),
-        };
         let own = slot * CONTEXTS..(slot + 1) * CONTEXTS;
-        let ranked = own.filter_map(|at| {
-            let context = &self.contexts[at];
-            Some((rank(context)?, context.hit, at))
-        });
-        let victim = ranked.min();
-        if victim.is_none() {
+        // The least confident one, and of those the least recent one. An empty entry has neither
+        // confidence nor hits. Confident ones come last.
+        let rank =
+            |context: &Context| u64::from(context.confidence.min(CONFIDENT)) << 48 | context.hit;
+        // Both in one number, and the index below them: the search has no branch to mispredict.
+        let ranked = (0u64..).zip(&self.contexts[own.clone()]);
+        let victim = ranked.map(|(n, context)| rank(context) << 8 | n).min()?;
+        let at = own.start + (victim & 0xff) as usize;
+        let Context { confidence, hit, .. } = self.contexts[at];
+        if confidence >= CONFIDENT && faults - hit <= STALE_FAULTS {
             self.threads[slot].faults += 1;
+            return None;
         }
-        victim.map(|(_, _, at)| at..at + 1)
+        Some(at..at + 1)
     }
 
     /// Empties an entry. Returns the window in which its stream was.
     pub(super) fn clear(&mut self, at: usize) -> Option<WindowId> {
-        let window = self.contexts[at].current;
-        self.contexts[at] = Context::new(0);
+        let context = &mut self.contexts[at];
+        (context.birth, context.hit, context.confidence) = (0, 0, 0);
         self.ends[at] = u32::MAX;
-        window
+        context.current.take()
     }
 
     /// Makes a new context in an empty entry.

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::window::IN_FLIGHT;
-use super::{AHEAD, Advice, Fault, Found, Plan, Settings, Streams, Window, WindowId};
+use super::{Advice, Fault, Found, Plan, Settings, Streams, Window, WindowId};
 use crate::page_table::PageId;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,7 +83,9 @@ impl Machine {
     }
 
     pub(super) fn access_all(&mut self, thread: u32, pages: impl IntoIterator<Item = u32>) {
-        pages.into_iter().for_each(|page| drop(self.access(thread, page)));
+        for page in pages {
+            self.access(thread, page);
+        }
     }
 
     /// Accesses a page, given relative to `base`. Returns the plan if the access faults.
@@ -107,6 +109,8 @@ impl Machine {
         if let Found::Late(id) = found {
             // The wait lasts until the whole window is there, or only until this page is there.
             if self.latency < u64::MAX {
+                let due = self.flights.iter().find(|flight| flight.id == id).unwrap().due;
+                self.now = self.now.max(if due == u64::MAX { self.now } else { due });
                 self.deliver(|flight, _| flight.id == id);
             }
         }
@@ -242,6 +246,3 @@ impl Machine {
         Some((window.first.0 - self.base, window.pages, window.step))
     }
 }
-
-/// In-flight windows of one stream stay below this number.
-pub(super) const STREAM_IN_FLIGHT: usize = AHEAD;

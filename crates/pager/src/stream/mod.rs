@@ -48,10 +48,14 @@ const ADVISED_PAGES: u32 = 16;
 const GROWTH: u32 = 4;
 /// Maximum length of a window of pages at a stride.
 const STRIDE_PAGES: u32 = 16;
-/// Faults of a context until it is no longer on probation.
+/// Faults of a context until it is no longer on probation, and how many more there are for each
+/// level of the thread's caution.
 const PROBATION_FAULTS: u64 = 3;
-/// Windows in succession that arrive in time before the stream has fewer windows ahead.
-const TIMELY_WINDOWS: u32 = 16;
+const CAUTION_FAULTS: u64 = 2;
+/// Windows in succession that arrive in time before the stream has fewer windows ahead: half of the
+/// first limit, and the maximum.
+const TIMELY_WINDOWS: u32 = 8;
+const PATIENCE_WINDOWS: u32 = 256;
 /// Faults for which a context does not read ahead after two wasteful windows.
 const SUSPENDED_FAULTS: u32 = 64;
 
@@ -206,11 +210,7 @@ impl Streams {
         if fault.advice == Advice::Random {
             return Plan::one();
         }
-        let owner = owner.filter(|owner| {
-            self.contexts.of(*owner).is_some_and(|context| context.is_on_stream(page))
-        });
-        let found = owner.map(|owner| owner.context);
-        let found = found.or_else(|| self.contexts.find(fault.thread, page));
+        let found = self.contexts.find(fault.thread, page, owner);
         let Some(at) = found.or_else(|| self.create(fault.thread)) else { return Plan::one() };
         self.contexts.hit(at);
         let context = self.contexts.get(at);
@@ -237,6 +237,7 @@ impl Streams {
             let max = self.max_pages(step);
             let context = self.contexts.get(at);
             context.start(page, step, (first >> context.wasteful).min(max));
+            context.patience = TIMELY_WINDOWS;
         }
         self.advance(at, fault)
     }
@@ -285,8 +286,9 @@ impl Streams {
 
     /// Step of the stream that the faults of a context show.
     fn step(&mut self, at: usize, advice: Advice) -> Option<i32> {
+        let probation = PROBATION_FAULTS + CAUTION_FAULTS * u64::from(self.contexts.caution(at));
         let context = self.contexts.get(at);
-        let is_known = context.faults >= PROBATION_FAULTS;
+        let is_known = context.faults >= probation;
         let trend = context.deltas.trend().filter(|_| is_known);
         let strides = self.settings.strides;
         let trend = trend.filter(|step| step.abs() == 1 || strides && step.unsigned_abs() <= ZONE);
@@ -310,12 +312,12 @@ impl Streams {
         let context = self.contexts.get(at);
         let run = context.run;
         let index = run.index(page).unwrap_or(0) as u32;
-        context.confidence = (context.confidence + 1).min(CONFIDENCE_MAX);
         let end = if run.is_contiguous() { run.page(i64::from(run.pages) - 1) } else { page };
         context.record_stream(end as u32);
         plan.backwards = run.step < 0;
         if run.is_contiguous() {
-            plan.map = run.pages - index;
+            // The mapping may have shrunk since the run was planned.
+            plan.map = (run.pages - index).min(room(&fault.bounds, page, run.step)).max(1);
             self.count_mapped(at, fault, plan.map);
         }
         self.contexts.set_end(at, end as u32);
@@ -335,12 +337,10 @@ impl Streams {
 
     /// Ends a stream's run, because the stream has reached the next one. Returns the best victims.
     fn leave(&mut self, at: usize, advice: Advice) -> Option<Range<u32>> {
-        let context = self.contexts.get(at);
-        if let Some(window) = context.current.take()
-            && self.windows.passed(window)
-        {
-            context.wasteful = 0;
+        if let Some(window) = self.contexts.get(at).current.take() {
+            self.reward(at, window);
         }
+        let context = self.contexts.get(at);
         let run = context.run;
         if run.pages == 0 || !run.is_contiguous() || context.confidence < CONFIDENT {
             return None;
@@ -360,31 +360,33 @@ impl Streams {
         let step = self.contexts.get(at).run.step;
         let max = self.max_pages(step);
         let context = self.contexts.get(at);
-        let step = context.run.step;
         let mut entered = None;
-        // Pages from here to the next planned window.
-        let mut free = u32::MAX;
+        // The queue begins at the end of the run, and has no gaps. So a page in no window is behind
+        // the frontier, and the queue is empty then.
         while let Some(window) = context.queue.first() {
-            let index = window.span().index(page).unwrap_or(0);
-            if index < 0 {
-                free = index.unsigned_abs() as u32;
-                break;
-            }
             context.queue.remove_first();
-            if index < i64::from(window.pages) {
+            if window.span().index(page).is_some_and(|index| index < i64::from(window.pages)) {
                 entered = Some(window);
                 break;
             }
         }
-        if entered.is_some() || page == context.run.end() {
-            context.deltas.push(step.into());
-        } else {
-            context.record_delta(fault.page.0);
+        // A fault that hits the stream by chance is seldom at its exact next page, so only an exact
+        // prediction gives confidence and longer windows. The delta of a stream's first fault is
+        // recorded already.
+        let is_exact = page == context.run.end();
+        if context.run.pages > 0 {
+            match is_exact || entered.is_some() {
+                true => context.deltas.push(step.into()),
+                false => context.record_delta(fault.page.0),
+            }
+        }
+        if is_exact {
+            context.confidence = (context.confidence + 1).min(CONFIDENCE_MAX);
         }
         let (pages, grows) = match entered {
             Some(window) => (window.pages, window.pages == context.size),
             None if fault.found == Found::Remote || step.abs() != 1 => (1, false),
-            None => (context.size.min(room(&fault.bounds, page, step)).min(free).max(1), true),
+            None => (context.size.min(room(&fault.bounds, page, step)).max(1), true),
         };
         if let Some(window) = entered {
             context.run = window.span();
@@ -392,42 +394,36 @@ impl Streams {
             set_ahead(context, matches!(fault.found, Found::Late(_)), window.pages == max);
         } else {
             context.run = Span { first: fault.page.0, pages, step };
-            let end = context.run.end();
-            let is_planned = (context.frontier - end) * i64::from(step) > 0;
-            context.frontier = if is_planned { context.frontier } else { end };
+            context.frontier = context.run.end();
         }
-        if grows {
+        if grows && is_exact {
             context.size = (context.size * GROWTH).min(max);
         }
     }
 
     /// Counts the pages behind the faulting one as mapped. They are used when the stream leaves its
-    /// run.
+    /// run. A fault on a page that was not there does not count, because its run may end at once.
     fn count_mapped(&mut self, at: usize, fault: &Fault, map: u32) {
-        let current = self.contexts.get(at).current;
-        if let Some(window) = current {
-            self.windows.mapped_from(window, fault.page);
+        let (Found::Ready(window) | Found::Late(window)) = fault.found else { return };
+        if map == 1 {
+            return;
         }
-        // A window that another context has planned, or this one before it planned again. Because
-        // no later fault of this stream settles that window, its pages count as used now.
-        if let Found::Ready(window) | Found::Late(window) = fault.found
-            && current != Some(window)
-            && map > 1
-        {
-            self.windows.mapped_from(window, fault.page);
-            self.windows.passed(window);
+        if self.contexts.get(at).current == Some(window) {
+            self.windows.mapped_to_end(window, fault.page);
+        } else {
+            // Another context has planned the window, or this one before it planned the rest again.
+            // Because no later fault of this stream settles that window, its pages are used now.
+            self.windows.mapped_in_passing(window, map);
         }
     }
 
     /// Completes a stream that has reached the end of its mapping, where no next run can prove that
     /// the program uses the last one.
     fn finish(&mut self, at: usize) {
-        let context = self.contexts.get(at);
-        if let Some(window) = context.current
-            && self.windows.passed(window)
-        {
-            context.wasteful = 0;
+        if let Some(window) = self.contexts.get(at).current {
+            self.reward(at, window);
         }
+        let context = self.contexts.get(at);
         context.confidence = context.confidence.min(CONFIDENT - 1);
     }
 
@@ -445,7 +441,8 @@ impl Streams {
             return;
         }
         let first = run.page(1);
-        let pages = (run.pages - 1).min(room(&fault.bounds, first, run.step));
+        let size = self.contexts.get(at).size;
+        let pages = (run.pages - 1).min(size).min(room(&fault.bounds, first, run.step));
         if let Some(window) = self.plan(at, first, pages, issue) {
             if let Some(window) = current {
                 self.windows.passed(window);
@@ -504,10 +501,20 @@ impl Streams {
         }
     }
 
+    /// Counts a window as used up to its end.
+    fn reward(&mut self, at: usize, window: WindowId) {
+        if self.windows.passed(window) {
+            self.contexts.get(at).wasteful = 0;
+            self.contexts.lower_caution(at);
+        }
+    }
+
     /// Shortens the next window of a context that planned a wasteful one. Suspends the context after
-    /// two of them in succession.
+    /// two of them in succession. Because a context that follows only short runs is soon displaced, the
+    /// thread's new contexts also stay on probation for longer.
     fn waste(&mut self, wasteful: Option<Wasteful>) {
         let Some(Wasteful { owner, pages }) = wasteful else { return };
+        self.contexts.raise_caution(owner.context);
         let Some(context) = self.contexts.of(owner).filter(|c| c.suspended == 0) else { return };
         context.size = context.size.min(pages / 2).max(1);
         context.wasteful += 1;
@@ -519,18 +526,20 @@ impl Streams {
     }
 }
 
-/// Has more windows ahead of a stream whose windows come late, and fewer after many timely ones.
-/// Windows that still grow do not count, because each of them is too short to hide a READ.
+/// Has more windows ahead of a stream whose windows come late, and fewer after many timely ones: after
+/// more of them each time that fewer were too few. Windows that still grow do not count as late,
+/// because each of them is too short to hide a READ.
 fn set_ahead(context: &mut Context, is_late: bool, is_full: bool) {
     if is_late {
         context.timely = 0;
-        if is_full {
-            context.ahead = (2 * context.ahead).min(AHEAD);
+        if is_full && context.ahead < AHEAD {
+            context.ahead *= 2;
+            context.patience = (2 * context.patience).min(PATIENCE_WINDOWS);
         }
         return;
     }
     context.timely += 1;
-    if context.timely == TIMELY_WINDOWS {
+    if context.timely >= context.patience {
         context.timely = 0;
         context.ahead = (context.ahead / 2).max(1);
     }

@@ -1,6 +1,6 @@
 //! Access sequences: the number of faults, and the fate of the pages that were read ahead.
 
-use super::machine::{Machine, Place, STREAM_IN_FLIGHT};
+use super::machine::{Machine, Place};
 use super::*;
 
 const PAGES: u32 = 1 << 16;
@@ -159,10 +159,10 @@ fn random_faults_do_not_displace_a_stream() {
 #[test]
 fn finished_streams_make_room_for_new_ones() {
     let mut machine = machine();
-    machine.access_all(1, (0..PAGES / 1024).flat_map(|array| array * 1024..array * 1024 + 700));
+    machine.access_all(1, (0..PAGES / 2048).flat_map(|array| array * 2048..array * 2048 + 700));
     machine.check();
     let counters = machine.streams.counters();
-    let arrays = f64::from(PAGES / 1024);
+    let arrays = f64::from(PAGES / 2048);
     assert!(counters.used as f64 / (arrays * 700.0) > 0.9, "{counters:?}");
     assert!((machine.faults as f64) < arrays * 30.0, "{} faults", machine.faults);
 }
@@ -204,19 +204,15 @@ fn late_windows_make_more_windows_ahead() {
     machine.access_all(1, 0..10_000);
     let early = machine.streams.counters().late;
     let ahead = machine.flights.len();
-    assert!((2..=STREAM_IN_FLIGHT).contains(&ahead), "{ahead} windows");
+    assert!((2..=AHEAD).contains(&ahead), "{ahead} windows");
     machine.access_all(1, 10_000..20_000);
     let late = machine.streams.counters().late - early;
     assert!(late <= 10_000 / 64 / 16, "{late} of {early} were late at first");
     // A faster pool: after a while one window is enough again.
     machine.latency = 20;
-    machine.access_all(1, 20_000..40_000);
-    machine.deliver(|_, _| true);
-    let windows = machine.windows.len();
-    machine.access_all(1, 40_000..40_064);
-    assert_eq!(machine.windows.len() - windows, 1);
+    machine.access_all(1, 20_000..60_000);
     let (first, ..) = machine.last_window().unwrap();
-    assert!(first < 40_000 + 3 * 64, "{first}");
+    assert!(first < 60_000 + 64, "{first}");
     machine.check();
 }
 
@@ -226,10 +222,10 @@ fn stream_has_at_most_four_windows_in_flight() {
     machine.latency = u64::MAX;
     for page in 0..PAGES {
         machine.access(1, page);
-        assert!(machine.flights.len() <= STREAM_IN_FLIGHT);
+        assert!(machine.flights.len() <= AHEAD);
     }
     // None of them ever arrives, so the rest of the pages is read by faults.
-    assert_eq!(machine.flights.len(), STREAM_IN_FLIGHT);
+    assert_eq!(machine.flights.len(), AHEAD);
     machine.check();
     machine.deliver(|_, _| true);
     machine.check();
@@ -255,8 +251,9 @@ fn rest_of_a_window_is_planned_again() {
     machine.blanks = 20;
     machine.access_all(1, 0..10_000);
     machine.check();
-    // 64 pages are three windows of 20, and four faults for them.
-    assert!(machine.faults < 10_000 / 12, "{} faults", machine.faults);
+    // Each 64 pages are read in four windows. The first page of each is found missing, and the
+    // second one is late.
+    assert!(machine.faults < 10_000 * 8 / 64, "{} faults", machine.faults);
     assert!(machine.accuracy() > 0.99);
     machine.blanks = 0;
     let faults = machine.faults;
@@ -265,6 +262,7 @@ fn rest_of_a_window_is_planned_again() {
     machine.blanks = 64;
     let faults = machine.faults;
     machine.access_all(1, 11_000..20_000);
+
     assert!(machine.faults - faults < 9000 / 50, "{} faults", machine.faults - faults);
     machine.check();
 }
@@ -272,28 +270,25 @@ fn rest_of_a_window_is_planned_again() {
 #[test]
 fn wasteful_windows_suspend_the_context() {
     let mut machine = machine();
+    machine.latency = 10;
     machine.access_all(1, 0..200);
-    assert_eq!(machine.last_window().unwrap().1, 64);
-    // The window ahead is reclaimed: the next one is shorter.
-    machine.deliver(|_, _| true);
+    assert_eq!(machine.last_window(), Some((215, 64, 1)));
+    // The window ahead is reclaimed: the next ones are shorter.
     machine.reclaim_all();
-    let planned = machine.windows.len();
-    machine.access_all(1, 200..(machine.last_window().unwrap().0 + 1));
-    assert_eq!(machine.windows.iter().skip(planned).map(|w| w.pages).max(), Some(63));
-    assert_eq!(machine.last_window().unwrap().1, 32);
+    machine.access_all(1, 200..216);
+    let planned = machine.windows.iter().map(|w| (w.first.0 - machine.base, w.pages));
+    assert_eq!(planned.collect::<Vec<_>>()[5..], [(215, 64), (216, 32), (279, 32)]);
     machine.deliver(|_, _| true);
     machine.reclaim_all();
     // Suspended: 64 faults without a window. Then the stream begins again.
     let planned = machine.windows.len();
-    let (first, _, _) = machine.last_window().unwrap();
-    let next = (0..PAGES).find(|page| machine.places[*page as usize] == Place::Remote).unwrap();
     let faults = machine.faults;
-    let mut page = next;
+    let mut page = 216;
     while machine.windows.len() == planned {
         machine.access(1, page);
         page += 1;
     }
-    assert_eq!(machine.faults - faults, 65, "from page {next}, last window {first}");
+    assert_eq!(machine.faults - faults, 65);
     assert_eq!(machine.last_window(), Some((page, 4, 1)));
     machine.access_all(1, page..PAGES);
     machine.check();
@@ -302,7 +297,7 @@ fn wasteful_windows_suspend_the_context() {
 
 #[test]
 fn scattered_short_runs_are_not_read_far_ahead() {
-    // 5 pages in a row, then a jump: the window of 4 after the third page is used by half.
+    // 5 pages in a row, then a jump: without feedback 20 pages would be read ahead for each 5.
     let mut machine = machine();
     machine.shelf = 64;
     let mut state = 1;
@@ -312,7 +307,92 @@ fn scattered_short_runs_are_not_read_far_ahead() {
     }
     machine.check();
     let issued = machine.posted as f64 / 10_000.0;
-    assert!(issued < 1.0, "{issued} pages for each page that the program needed");
+    assert!(issued < 0.3, "{issued} pages for each page that the program needed");
+}
+
+#[test]
+fn stream_crosses_the_windows_of_another_direction() {
+    let mut machine = machine();
+    machine.latency = 10;
+    // A forward stream leaves windows ahead of it, which a backward stream reaches.
+    machine.access_all(1, 10_000..10_300);
+    let faults = machine.faults;
+    machine.access_all(1, (10_300..14_000).rev());
+    assert!(machine.faults - faults < 3700 / 64 + 12, "{} faults", machine.faults - faults);
+    machine.check();
+}
+
+#[test]
+fn caution_ends_with_used_windows() {
+    let mut machine = machine();
+    machine.shelf = 64;
+    for run in 0..100 {
+        machine.access_all(1, run * 300..run * 300 + 5);
+    }
+    let first_window = |machine: &mut Machine, start: u32| {
+        let planned = machine.windows.len();
+        (start..).position(|page| {
+            machine.access(1, page);
+            machine.windows.len() > planned
+        })
+    };
+    assert_eq!(first_window(&mut machine, 31_000), Some(8), "probation of 9 faults");
+    machine.access_all(1, 31_009..33_000);
+    assert_eq!(first_window(&mut machine, 40_000), Some(2), "probation of 3 faults");
+}
+
+#[test]
+fn window_is_wasteful_above_a_quarter() {
+    for (reclaimed, pages) in [(16, 64), (17, 32)] {
+        let mut machine = machine();
+        machine.latency = 10;
+        machine.access_all(1, 0..200);
+        (0..reclaimed).for_each(|_| machine.reclaim_oldest());
+        machine.access_all(1, 200..216);
+        assert_eq!(machine.last_window(), Some((279, pages, 1)));
+        machine.check();
+    }
+}
+
+#[test]
+fn inexact_prediction_gives_no_confidence() {
+    let mut machine = machine();
+    machine.latency = 0;
+    machine.access_all(1, 0..3);
+    assert_eq!(machine.last_window(), Some((3, 4, 1)));
+    // Not the first page of the window: the next window is not longer.
+    machine.access(1, 5);
+    assert_eq!(machine.last_window(), Some((7, 4, 1)));
+    // So one fault elsewhere in the zone ends the stream. The trend of the newest faults begins
+    // another one there.
+    machine.access(1, 200);
+    assert_eq!(machine.last_window(), Some((201, 4, 1)));
+    // After an exact prediction the stream survives such a fault.
+    machine.access_all(1, 1000..1004);
+    assert_eq!(machine.last_window(), Some((1007, 16, 1)));
+    machine.access(1, 1200);
+    assert_eq!(machine.last_window(), Some((1007, 16, 1)));
+    machine.access(1, 1007);
+    assert_eq!(machine.last_window(), Some((1023, 64, 1)));
+    machine.check();
+}
+
+#[test]
+fn window_of_a_displaced_context_is_used() {
+    let mut machine = Machine::new(Settings { threads: 1, ..Settings::default() }, PAGES);
+    machine.latency = 0;
+    machine.access_all(1, 0..200);
+    assert_eq!(machine.last_window(), Some((215, 64, 1)));
+    let used = machine.streams.counters().used;
+    // The second thread takes the contexts of the first one, and leaves its windows.
+    machine.access(2, 50_000);
+    let wasted = machine.streams.counters().wasted;
+    assert_eq!(wasted, 63, "the run in which the stream ended");
+    machine.access_all(1, 215..279);
+    let counters = machine.streams.counters();
+    assert!(counters.used - used >= 60, "{counters:?}");
+    assert_eq!((counters.wasted, counters.demand), (wasted, 4));
+    machine.check();
 }
 
 #[test]
@@ -427,13 +507,19 @@ fn unknown_windows_change_nothing() {
 #[test]
 #[ignore = "a measurement"]
 fn cost_of_a_fault() {
-    const FAULTS: u32 = 4_000_000;
-    let time = |name: &str, mut fault: Box<dyn FnMut(&mut Streams, u32)>| {
+    const FAULTS: u32 = 100_000;
+    type Step = Box<dyn FnMut(&mut Streams, u32)>;
+    let time = |name: &str, mut fault: Step| {
         let mut streams = Streams::new(Settings::default());
         (0..1000).for_each(|n| fault(&mut streams, n));
-        let start = std::time::Instant::now();
-        (0..FAULTS).for_each(|n| fault(&mut streams, n));
-        let ns = start.elapsed().as_nanos() as f64 / f64::from(FAULTS);
+        // The shortest of several rounds, because other programs use the processor too.
+        let mut round = || {
+            let start = std::time::Instant::now();
+            (0..FAULTS).for_each(|n| fault(&mut streams, n));
+            start.elapsed()
+        };
+        let shortest = (0..20).map(|_| round()).min().unwrap();
+        let ns = shortest.as_nanos() as f64 / f64::from(FAULTS);
         println!("{name}: {ns:.0} ns a fault, {:?}", streams.counters());
     };
     let mut state = 1;
@@ -444,19 +530,23 @@ fn cost_of_a_fault() {
     time(
         "random",
         Box::new(move |streams, _| {
-            drop(streams.fault(&at(1, random(&mut state, 1 << 26), Found::Remote)));
+            std::hint::black_box(streams.fault(&at(1, random(&mut state, 1 << 26), Found::Remote)));
         }),
     );
     time(
         "random, 16 threads",
         Box::new(move |streams, n| {
-            drop(streams.fault(&at(n % 16, random(&mut state, 1 << 26), Found::Remote)));
+            std::hint::black_box(streams.fault(&at(
+                n % 16,
+                random(&mut state, 1 << 26),
+                Found::Remote,
+            )));
         }),
     );
     time(
         "random within 16 MiB",
         Box::new(move |streams, _| {
-            drop(streams.fault(&at(1, random(&mut state, 4096), Found::Remote)));
+            std::hint::black_box(streams.fault(&at(1, random(&mut state, 4096), Found::Remote)));
         }),
     );
     // A window arrives at once, and the next fault is at its first page.

@@ -256,11 +256,19 @@ impl Windows {
     }
 
     /// Records that a fault at `page` maps all pages from there to the end of the window.
-    pub(super) fn mapped_from(&mut self, id: WindowId, page: PageId) {
+    pub(super) fn mapped_to_end(&mut self, id: WindowId, page: PageId) {
         if let Some((record, _)) = self.record(id) {
             let index = record.window.span().index(page.0.into()).unwrap_or(0).max(0);
             let mapped = i64::from(record.window.pages) - index;
             record.mapped = record.mapped.max(mapped.max(0) as u32);
+        }
+    }
+
+    /// Counts mapped pages of a window as used at once.
+    pub(super) fn mapped_in_passing(&mut self, id: WindowId, pages: u32) {
+        if let Some((record, _)) = self.record(id) {
+            record.mapped = (record.mapped + pages).min(record.window.pages);
+            self.passed(id);
         }
     }
 
