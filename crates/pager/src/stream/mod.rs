@@ -64,8 +64,8 @@ const SUSPENDED_FAULTS: u32 = 64;
 pub struct Settings {
     /// Maximum length of a window in pages, 1 to 64.
     pub window_pages: u32,
-    /// Reads ahead at strides other than 1 and -1. Useful only where a fault on a page that was read
-    /// ahead costs less than a READ, because each page of a stride faults.
+    /// Reads ahead at strides other than 1 and -1. Useful only where a fault on a page that was
+    /// read ahead costs less than a READ, because each page of a stride faults.
     pub strides: bool,
     /// Number of threads with contexts. A further thread takes those of the least recent one.
     pub threads: u32,
@@ -243,9 +243,9 @@ impl Streams {
     }
 
     /// Records that a window is no longer in flight.
-    /// `pages` is the number of pages for which a READ was posted: 0 if the window was not posted at
-    /// all. Due exactly once for each planned window, before any of its pages is reclaimed. A second
-    /// call has no effect.
+    /// `pages` is the number of pages for which a READ was posted: 0 if the window was not posted
+    /// at all. Due exactly once for each planned window, before any of its pages is reclaimed. A
+    /// second call has no effect.
     pub fn arrived(&mut self, id: WindowId, pages: u32) {
         let Some((owner, wasteful)) = self.windows.arrived(id, pages) else { return };
         if let Some(context) = self.contexts.of(owner) {
@@ -310,7 +310,7 @@ impl Streams {
             self.enter(at, fault);
         }
         let context = self.contexts.get(at);
-        let run = context.run;
+        let (run, current) = (context.run, context.current);
         let index = run.index(page).unwrap_or(0) as u32;
         let end = if run.is_contiguous() { run.page(i64::from(run.pages) - 1) } else { page };
         context.record_stream(end as u32);
@@ -321,8 +321,11 @@ impl Streams {
             self.count_mapped(at, fault, plan.map);
         }
         self.contexts.set_end(at, end as u32);
-        if room(&fault.bounds, run.end(), run.step) == 0 {
-            self.finish(at);
+        // At the end of the mapping no next run can prove that the program uses this one.
+        if room(&fault.bounds, run.end(), run.step) == 0
+            && let Some(window) = current
+        {
+            self.reward(at, window);
         }
         let mut issue = plan.issue.iter_mut();
         if fault.found == Found::Remote && index + 1 < run.pages {
@@ -417,16 +420,6 @@ impl Streams {
         }
     }
 
-    /// Completes a stream that has reached the end of its mapping, where no next run can prove that
-    /// the program uses the last one.
-    fn finish(&mut self, at: usize) {
-        if let Some(window) = self.contexts.get(at).current {
-            self.reward(at, window);
-        }
-        let context = self.contexts.get(at);
-        context.confidence = context.confidence.min(CONFIDENT - 1);
-    }
-
     /// Plans the rest of a run again behind its first page, because that page was not read ahead:
     /// the caller lacked room for the window, or for a part of it.
     fn plan_again<'a>(
@@ -509,9 +502,9 @@ impl Streams {
         }
     }
 
-    /// Shortens the next window of a context that planned a wasteful one. Suspends the context after
-    /// two of them in succession. Because a context that follows only short runs is soon displaced, the
-    /// thread's new contexts also stay on probation for longer.
+    /// Shortens the next window of a context that planned a wasteful one. Suspends the context
+    /// after two of them in succession. Because a context that follows only short runs is soon
+    /// displaced, the thread's new contexts also stay on probation for longer.
     fn waste(&mut self, wasteful: Option<Wasteful>) {
         let Some(Wasteful { owner, pages }) = wasteful else { return };
         self.contexts.raise_caution(owner.context);
@@ -526,9 +519,9 @@ impl Streams {
     }
 }
 
-/// Has more windows ahead of a stream whose windows come late, and fewer after many timely ones: after
-/// more of them each time that fewer were too few. Windows that still grow do not count as late,
-/// because each of them is too short to hide a READ.
+/// Has more windows ahead of a stream whose windows come late, and fewer after many timely ones:
+/// after more of them each time that fewer were too few. Windows that still grow do not count as
+/// late, because each of them is too short to hide a READ.
 fn set_ahead(context: &mut Context, is_late: bool, is_full: bool) {
     if is_late {
         context.timely = 0;

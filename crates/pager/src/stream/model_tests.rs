@@ -143,8 +143,9 @@ proptest! {
             }
             machine.check();
             let counters = machine.streams.counters();
-            prop_assert!(counters.used <= machine.mapped, "{counters:?} {}", machine.mapped);
-            prop_assert!(counters.wasted >= machine.reclaimed, "{counters:?} {}", machine.reclaimed);
+            let Machine { mapped, reclaimed, .. } = machine;
+            prop_assert!(counters.used <= mapped, "{counters:?}, {mapped} mapped");
+            prop_assert!(counters.wasted >= reclaimed, "{counters:?}, {reclaimed} reclaimed");
         }
     }
 }

@@ -155,10 +155,30 @@ fn random_faults_do_not_displace_a_stream() {
     }
 }
 
+#[test]
+fn random_faults_do_not_displace_confident_contexts() {
+    let mut machine = Machine::new(Settings::default(), 1 << 20);
+    // Short, because all streams reach their windows at the same time.
+    machine.latency = 1;
+    let mut state = 3;
+    for at in 0..3000 {
+        machine.access_all(1, (0..16).map(|array| array * 4096 + at));
+        if at > 100 && at % 4 == 0 {
+            machine.access(1, (1 << 19) + random(&mut state, 1 << 19));
+        }
+    }
+    machine.check();
+    let counters = machine.streams.counters();
+    assert!(counters.used > 16 * 2900 && machine.accuracy() > 0.95, "{counters:?}");
+    assert!(machine.faults < 3000 / 4 + 16 * 3000 / 55, "{} faults", machine.faults);
+}
+
 /// Each finished stream leaves a confident context that no fault hits again.
 #[test]
 fn finished_streams_make_room_for_new_ones() {
     let mut machine = machine();
+    // Otherwise waste would end these streams.
+    machine.shelf = PAGES as usize;
     machine.access_all(1, (0..PAGES / 2048).flat_map(|array| array * 2048..array * 2048 + 700));
     machine.check();
     let counters = machine.streams.counters();
@@ -393,6 +413,19 @@ fn window_of_a_displaced_context_is_used() {
     assert!(counters.used - used >= 60, "{counters:?}");
     assert_eq!((counters.wasted, counters.demand), (wasted, 4));
     machine.check();
+}
+
+#[test]
+fn run_that_ends_behind_its_half_is_used() {
+    for (page, wasted) in [(215 + 31, 32), (215 + 32, 0)] {
+        let mut machine = Machine::new(Settings { threads: 1, ..Settings::default() }, PAGES);
+        machine.latency = 10;
+        machine.access_all(1, 0..200);
+        machine.access(1, page);
+        machine.access(2, 50_000);
+        machine.check();
+        assert_eq!(machine.streams.counters().wasted, wasted);
+    }
 }
 
 #[test]
