@@ -295,6 +295,11 @@ impl ModelMemory {
         }
     }
 
+    /// Maps a page before the program starts.
+    pub(crate) fn start_with(&self, page: PageId, content: Box<Bytes>) {
+        self.kernel().map(page, content);
+    }
+
     /// Forks: returns the child's copy of the mapped pages. Until the handler has read the event,
     /// the kernel changes no page.
     pub(crate) fn fork(&self) -> Vec<Option<Box<Bytes>>> {

@@ -123,6 +123,7 @@ fn small() -> Setup {
         capacity: u32::MAX,
         resizes: 0,
         pins: 0,
+        inherits: false,
         max_steps: 20_000,
     }
 }

@@ -235,6 +235,23 @@ pub(crate) fn device(world: &World) {
     world.running.set(world.running.get() - 1);
 }
 
+/// A promoted child's thread that moves the inherited pages once the parent has ended.
+pub(crate) fn heir(world: &World) {
+    let steps = world.random.borrow_mut().within(1..=400);
+    (0..steps).for_each(|_| point());
+    let mut hand = Hand::default();
+    while world.pages.slots().inherited() > 0 {
+        world.pages.move_inherited(&mut hand);
+        pause();
+    }
+    wait_until("waits for children that need inherited pages", || {
+        !world.pages.slots().has_dependents()
+    });
+    trace(|| "the parent's page server is released".into());
+    world.pages.backing.release_inheritance();
+    world.running.set(world.running.get() - 1);
+}
+
 /// Forks: the calling thread is one of the program, and holds `space`.
 pub(crate) fn fork(world: &World, thread: u32, mut touch: impl FnMut()) {
     let forking = &world.forking;
