@@ -263,9 +263,9 @@ impl ModelMemory {
             let mut kernel = self.kernel();
             kernel.waits.retain(|wait| wait.thread != thread);
             // The handler does not read the fault of a thread that waits no more.
-            kernel.events.retain(|event| {
-                !matches!(event, Event::Fault { thread: other, .. } if *other == thread)
-            });
+            kernel.events.retain(
+                |event| !matches!(event, Event::Fault { thread: other, .. } if *other == thread),
+            );
         }
     }
 

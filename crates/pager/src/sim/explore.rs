@@ -1,8 +1,9 @@
 //! All orders of a small world, up to a number of preemptions.
 //!
 //! A run is repeated from its start, each time with another order. A thread goes on until it waits,
-//! except at the *preemptions*, where another one runs. Most errors of concurrent programs need one or
-//! two of them. A thread that waits is a choice too, but not a preemption.
+//! except at the *preemptions*, where another one runs. Most errors of concurrent programs need one
+//! or two preemptions. When a thread waits, which one runs next is a choice too, but not a
+//! preemption.
 
 use super::fiber::{self, Choice, Schedule};
 use super::program::{Order, Program};
@@ -103,7 +104,8 @@ fn explore(setup: &Setup, preemptions: usize, depth: usize, max: u32) -> u32 {
 
 /// Two threads use three pages, of which two may be present.
 fn small() -> Setup {
-    let sizes = Sizes { limit: 2, window: 1, windows: 1, writes: 1, positions: 64, stock: 1, keep: 0 };
+    let sizes =
+        Sizes { limit: 2, window: 1, windows: 1, writes: 1, positions: 64, stock: 1, keep: 0 };
     let program = |step, drops| Program {
         order: Order::Stride(step),
         operations: 3,

@@ -60,7 +60,9 @@ pub(crate) fn run(world: &Rc<World>, index: u32, program: &Program) {
     let mut page = below(pages);
     for _ in 0..program.operations {
         page = match program.order {
-            Order::Stride(step) => (i64::from(page) + i64::from(step)).rem_euclid(pages.into()) as u32,
+            Order::Stride(step) => {
+                (i64::from(page) + i64::from(step)).rem_euclid(pages.into()) as u32
+            }
             Order::Random => below(pages),
             Order::Working(count) if !once_in(16) => below(count.min(pages)),
             Order::Working(_) => below(pages),

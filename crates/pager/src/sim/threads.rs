@@ -270,9 +270,7 @@ pub(crate) fn fork(world: &World, thread: u32, mut touch: impl FnMut()) {
     let expected = (0..world.setup.pages).map(|page| world.oracle.borrow().contents(page));
     let copied = Copied { expected: expected.collect(), mapped: world.pages.memory.fork() };
     forking.snapshot.replace(Some(copied));
-    wait_until("waits for the handler to read a fork's event", || {
-        !world.pages.memory.is_forking()
-    });
+    wait_until("waits for the handler to read a fork's event", || !world.pages.memory.is_forking());
     forking.thread.set(None);
     drop(protection);
     wait_until("waits for the snapshot", || forking.children_added.get() != added_before);

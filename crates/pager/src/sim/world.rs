@@ -12,8 +12,8 @@ use super::threads;
 use super::transport::ModelTransport;
 use crate::backing::Backing;
 use crate::fingerprint::Fingerprints;
-use crate::memory::Position;
 use crate::fork::inheritance::Inheritance;
+use crate::memory::Position;
 use crate::memory::model::{Bytes, ModelMemory, Odds, WORDS};
 use crate::page_table::{Entry, PageId, PageTable, State as PageState};
 use crate::pages::{Hand, Pages, Sizes};
@@ -103,12 +103,10 @@ impl World {
         let random = |purpose| Random::new(seed, purpose);
         let pool =
             ModelTransport::new(sizes.frames(), setup.chunk_pages, setup.capacity, random(1));
-        let memory =
-            ModelMemory::new(pages, sizes.positions, setup.copied_run, odds, random(2));
+        let memory = ModelMemory::new(pages, sizes.positions, setup.copied_run, odds, random(2));
         let table = PageTable::new(pages as usize).expect("memory for a page table");
         let stats = Stats::private().expect("memory for counters");
-        let inheritance =
-            setup.inherits.then(|| Inheritance::served_by(|page| inherited(page).0));
+        let inheritance = setup.inherits.then(|| Inheritance::served_by(|page| inherited(page).0));
         let backing = Backing::new(Box::new(pool.clone()), std::env::temp_dir(), inheritance);
         let prints = Fingerprints::new().expect("random numbers for the key");
         let world = Rc::new(Self {
