@@ -5,7 +5,7 @@
 //! | DONTNEED, FREE | the pages are dropped at once |
 //! | WILLNEED | pages that are not resident are brought in, up to half of the bound |
 //! | SEQUENTIAL, RANDOM, NORMAL | recorded: long read-ahead, none, or the usual one |
-//! | COLD, PAGEOUT | the evictor takes the pages out soon |
+//! | COLD, PAGEOUT | the worker takes the pages out soon |
 //! | DONTFORK, DOFORK | recorded, and passed to the kernel |
 //! | HUGEPAGE, MERGEABLE and their opposites | accepted and ignored |
 //! | MADV_WIPEONFORK and unknown advice | refused (`EINVAL`), as by an older kernel |
@@ -14,25 +14,14 @@ use std::io;
 use std::ops::Range;
 
 use crate::errno::Errno;
-use crate::evict::Evictor;
 use crate::latch::{Item, Latch};
 use crate::mapping::errno;
 use crate::page_table::{PageId, State};
+use crate::pages::Hand;
 use crate::pager::Pager;
 use crate::region::Piece;
+pub use crate::stream::Advice as Access;
 use crate::sys::{self, PAGE_BYTES, PAGE_SHIFT, SignalsBlocked};
-
-/// How the program says that it uses a page.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Access {
-    /// No advice.
-    #[default]
-    Normal,
-    /// In the order of addresses (MADV_SEQUENTIAL).
-    Sequential,
-    /// In no order (MADV_RANDOM).
-    Random,
-}
 
 /// Maximum number of ranges with advice. Advice for further ranges is ignored.
 const RANGES: usize = 1024;
@@ -202,7 +191,7 @@ impl Pager {
                         .lock()
                         .expect("no thread panics while it holds this lock")
                         .push(range);
-                    self.wake_evictor(true);
+                    self.wake_worker(true);
                 }
                 Ok(())
             }
@@ -225,15 +214,15 @@ impl Pager {
     /// Brings the pages of a range in that are not resident, in the order of addresses, up to half
     /// of the bound. The handler serves the faults in long batches.
     fn prefetch(&self, range: Range<u32>) {
-        let mut left = self.limit / 2;
+        let mut left = self.limit() / 2;
         if self.forks.is_light() {
             return;
         }
         let mut runs: Vec<Range<u32>> = Vec::new();
-        self.table.touched(range, |part| {
+        self.pages.table.touched(range, |part| {
             for page in part {
-                let state = self.table.load(PageId(page)).state();
-                if left == 0 || !matches!(state, State::Remote | State::Staged) {
+                let state = self.pages.table.load(PageId(page)).state();
+                if left == 0 || !matches!(state, State::Remote | State::Shelved) {
                     continue;
                 }
                 left -= 1;
@@ -252,26 +241,16 @@ impl Pager {
     }
 
     /// Takes out the pages of which the program has said that it does not need them soon.
-    pub(crate) fn take_out_advised(&self, evictor: &mut Evictor) {
+    pub(crate) fn take_out_advised(&self, hand: &mut Hand) {
         let ranges = std::mem::take(
             &mut *self.advised_out.lock().expect("no thread panics while it holds this lock"),
         );
         for range in ranges {
-            self.table.touched(range, |part| {
+            self.pages.table.touched(range, |part| {
                 if !self.forks.is_asked() {
-                    evictor.take_out(self, part);
+                    self.pages.take_out_range(hand, part);
                 }
             });
-        }
-    }
-
-    /// Returns how many pages the handler serves for a fault of `thread` at `page`, at most `max`.
-    pub(crate) fn window(&self, thread: u32, page: PageId, max: u32) -> u32 {
-        let window = self.streams().0.window(thread, page, max);
-        match self.advice.of(page) {
-            Access::Normal => window,
-            Access::Random => 1,
-            Access::Sequential => max,
         }
     }
 }

@@ -2,13 +2,14 @@
 //!
 //! | variable | meaning |
 //! | --- | --- |
-//! | `GRANARY_LOCAL` | bytes of paged memory that may be resident, staging included |
+//! | `GRANARY_LOCAL` | bytes of paged memory that may be resident, frames and shelf included |
 //! | `GRANARY_POOL` | backing memory: memory node addresses ([`pool::Address`]) or a store ([`crate::store`]) |
 //! | `GRANARY_DIRECT` | `1`: the memory node is private and passes on its chunk memory (`direct_transport`) |
 //! | `GRANARY_RUN_DIR` | directory of the counters' files; absent: counters are private |
 //! | `GRANARY_REGION` | bytes of address space to reserve (default 1 TiB) |
 //! | `GRANARY_OVERFLOW_DIR` | directory of the overflow file (default `$TMPDIR`, then /var/tmp) |
 //! | `GRANARY_ALLOW_UNPAGED` | `1`: programs that cannot be paged, or could stop the pager, run anyway |
+//! | `GRANARY_PAGES` | `auto`, `move` or `copy`: see [`Pages`] |
 //!
 //! Programs that a paged program starts inherit these variables and `LD_PRELOAD`. So they are paged
 //! too, each process with its own bound.
@@ -17,8 +18,8 @@ use std::path::PathBuf;
 
 use crate::Error;
 
-/// Smallest accepted bound, in bytes. The staging area takes [`staging_frames`] of the bound. The
-/// rest must hold all pages that one system call over many buffers needs at once; otherwise the
+/// Smallest accepted bound, in bytes. The frames take a part of the bound
+/// ([`crate::pages::Sizes`]). The rest must hold all pages that one system call over many buffers needs at once; otherwise the
 /// call makes no progress.
 pub const LOCAL_BYTES_MIN: u64 = 4 << 20;
 
@@ -29,10 +30,36 @@ pub const EXIT_POOL_GONE: i32 = 117;
 /// Exit status of a program that the pager ended for another reason.
 pub const EXIT_PAGER: i32 = 118;
 
+/// The way in which pages get into and out of the program's memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pages {
+    /// By moving where the kernel can move pages, else by copying.
+    #[default]
+    Auto,
+    /// By moving. The pager refuses to start where the kernel cannot move pages.
+    Move,
+    /// By copying.
+    Copy,
+}
+
+impl Pages {
+    const NAMES: [(&str, Self); 3] =
+        [("auto", Self::Auto), ("move", Self::Move), ("copy", Self::Copy)];
+
+    fn from_name(name: &str) -> Option<Self> {
+        Self::NAMES.iter().find(|(own, _)| *own == name).map(|(_, pages)| *pages)
+    }
+
+    fn name(self) -> &'static str {
+        let found = Self::NAMES.iter().find(|(_, pages)| *pages == self);
+        found.expect("each value has a name").0
+    }
+}
+
 /// Settings of a paged process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Bytes that may be resident, staging included.
+    /// Bytes that may be resident, frames and shelf included.
     pub local_bytes: u64,
     /// Backing memory, in the form of `GRANARY_POOL`.
     pub pool: String,
@@ -46,6 +73,8 @@ pub struct Config {
     pub overflow_directory: PathBuf,
     /// Programs that cannot be paged, or could stop the pager, run anyway.
     pub allow_unpaged: bool,
+    /// The way in which pages get into and out of the program's memory.
+    pub pages: Pages,
 }
 
 impl Config {
@@ -59,6 +88,7 @@ impl Config {
             region_bytes: 1 << 40,
             overflow_directory: default_overflow_directory(),
             allow_unpaged: false,
+            pages: Pages::Auto,
         }
     }
 
@@ -88,6 +118,13 @@ impl Config {
             config.overflow_directory = directory.into();
         }
         config.allow_unpaged = get("GRANARY_ALLOW_UNPAGED").is_some_and(|value| value == "1");
+        if let Some(pages) = get("GRANARY_PAGES") {
+            config.pages = Pages::from_name(&pages).ok_or_else(|| Error::Setting {
+                name: "GRANARY_PAGES",
+                value: pages,
+                why: "expected auto, move or copy".into(),
+            })?;
+        }
         config.check()?;
         Ok(Some(config))
     }
@@ -100,6 +137,7 @@ impl Config {
             (DIRECT, if self.is_direct { "1" } else { "0" }.into()),
             ("GRANARY_REGION", self.region_bytes.to_string().into()),
             ("GRANARY_OVERFLOW_DIR", self.overflow_directory.clone().into()),
+            ("GRANARY_PAGES", self.pages.name().into()),
         ];
         if let Some(directory) = &self.run_directory {
             variables.push(("GRANARY_RUN_DIR", directory.clone().into()));
@@ -120,11 +158,6 @@ impl Config {
         }
         Ok(())
     }
-}
-
-/// Number of staging frames for a bound: an eighth of the bound, 1 to 16 MiB.
-pub fn staging_frames(local_bytes: u64) -> u32 {
-    (local_bytes / 8).clamp(1 << 20, 16 << 20) as u32 / crate::sys::PAGE_BYTES as u32
 }
 
 fn default_overflow_directory() -> PathBuf {
@@ -168,6 +201,7 @@ mod tests {
         config.run_directory = Some("/run/x".into());
         config.overflow_directory = "/somewhere".into();
         config.allow_unpaged = true;
+        config.pages = Pages::Copy;
         let variables = config.to_environment();
         let get = |name: &str| {
             let found = variables.iter().find(|(key, _)| *key == name);
@@ -175,6 +209,18 @@ mod tests {
         };
         assert_eq!(Config::from_environment(get).unwrap(), Some(config));
         assert_eq!(Config::from_environment(|_| None).unwrap(), None);
+    }
+
+    #[test]
+    fn unknown_way_of_pages_is_refused_with_the_known_ways() {
+        let get = |name: &str| match name {
+            "GRANARY_LOCAL" => Some("64MiB".to_string()),
+            "GRANARY_POOL" => Some("memory:1GiB".to_string()),
+            "GRANARY_PAGES" => Some("swap".to_string()),
+            _ => None,
+        };
+        let error = Config::from_environment(get).unwrap_err().to_string();
+        assert_eq!(error, "GRANARY_PAGES=swap: expected auto, move or copy");
     }
 
     #[test]

@@ -20,7 +20,8 @@ use crate::Error;
 use crate::pool_transport::{self, PoolTransport};
 use crate::sys::PAGE_BYTES;
 use crate::transport::{
-    ChunkHandle, Lane, PageIo, StagingMemory, Transport, TransportError, TransportStats,
+    ChunkHandle, Direction, FrameMemory, Lane, PageIo, Ticket, Transport, TransportError,
+    TransportStats,
 };
 
 /// A transport that moves pages by `pread` and `pwrite`.
@@ -30,7 +31,7 @@ struct DirectTransport {
     pool: PoolTransport<DefaultNic>,
 }
 
-/// Connects to a private memory node, with `frames` frames of staging. Pages are moved by the NIC
+/// Connects to a private memory node, with `frames` frames. Pages are moved by the NIC
 /// if the memory node does not pass on its chunk memory.
 pub fn connect(nodes: &[Address], frames: u32) -> Result<Box<dyn Transport>, Error> {
     let pool = pool_transport::connect(nodes, frames)?;
@@ -43,7 +44,7 @@ pub fn connect(nodes: &[Address], frames: u32) -> Result<Box<dyn Transport>, Err
 }
 
 impl DirectTransport {
-    /// Moves pages with `call`, which gets an address, a position in the staging memory and a
+    /// Moves pages with `call`, which gets an address, a position in the frames and a
     /// number of bytes. Returns false if the system refuses one of them.
     fn each(
         &self,
@@ -66,8 +67,8 @@ impl Transport for DirectTransport {
         self.pool.chunk_bytes()
     }
 
-    fn staging(&self) -> StagingMemory {
-        self.pool.staging()
+    fn frames(&self) -> FrameMemory {
+        self.pool.frames()
     }
 
     fn allocate_chunk(&self) -> Result<ChunkHandle, TransportError> {
@@ -78,20 +79,23 @@ impl Transport for DirectTransport {
         self.pool.free_chunk(chunk)
     }
 
-    fn read(&self, lane: Lane, ios: &[PageIo]) -> Result<(), TransportError> {
-        let frames = self.pool.staging_memory();
-        match self.each(ios, |at, frame, bytes| self.memory.read(at, frames, frame, bytes))? {
-            true => Ok(()),
-            false => self.pool.read(lane, ios),
-        }
+    /// Moves the pages at once.
+    fn post(
+        &self,
+        lane: Lane,
+        direction: Direction,
+        ios: &[PageIo],
+    ) -> Result<Ticket, TransportError> {
+        self.run(lane, direction, ios).map(|()| Ticket::complete())
     }
 
-    fn write(&self, lane: Lane, ios: &[PageIo]) -> Result<(), TransportError> {
-        let frames = self.pool.staging_memory();
-        match self.each(ios, |at, frame, bytes| self.memory.write(at, frames, frame, bytes))? {
-            true => Ok(()),
-            false => self.pool.write(lane, ios),
-        }
+    fn run(&self, lane: Lane, direction: Direction, ios: &[PageIo]) -> Result<(), TransportError> {
+        let frames = self.pool.frame_memory();
+        let done = self.each(ios, |at, frame, bytes| match direction {
+            Direction::Read => self.memory.read(at, frames, frame, bytes),
+            Direction::Write => self.memory.write(at, frames, frame, bytes),
+        })?;
+        if done { Ok(()) } else { self.pool.run(lane, direction, ios) }
     }
 
     fn stats(&self) -> TransportStats {
@@ -123,13 +127,13 @@ mod tests {
 
     fn fill(transport: &dyn Transport, frame: u32, byte: u8) {
         let at = frame as usize * PAGE_BYTES;
-        // SAFETY: one frame of the staging memory, which only this test uses.
-        unsafe { transport.staging().base.add(at).write_bytes(byte, PAGE_BYTES) };
+        // SAFETY: one frame, which only this test uses.
+        unsafe { transport.frames().base.add(at).write_bytes(byte, PAGE_BYTES) };
     }
 
     fn first_byte(transport: &dyn Transport, frame: u32) -> u8 {
         // SAFETY: as in `fill`.
-        unsafe { transport.staging().base.add(frame as usize * PAGE_BYTES).read() }
+        unsafe { transport.frames().base.add(frame as usize * PAGE_BYTES).read() }
     }
 
     #[test]
@@ -141,15 +145,15 @@ mod tests {
         let io = |chunk, offset_bytes, frame, pages| PageIo { chunk, offset_bytes, frame, pages };
         (0..4).for_each(|frame| fill(&*transport, frame, 10 + frame as u8));
         let out = [io(chunks[0], 4096, 0, 2), io(chunks[1], 0, 2, 1), io(chunks[0], 1 << 19, 3, 1)];
-        transport.write(Lane::Async, &out).unwrap();
+        transport.run(Lane::WriteBack, Direction::Write, &out).unwrap();
         let back =
             [io(chunks[0], 1 << 19, 4, 1), io(chunks[0], 8192, 5, 1), io(chunks[1], 0, 6, 1)];
-        transport.read(Lane::Sync, &back).unwrap();
+        transport.run(Lane::Demand, Direction::Read, &back).unwrap();
         assert_eq!([4, 5, 6].map(|frame| first_byte(&*transport, frame)), [13, 11, 12]);
         // The NIC's work-queue elements are those of the allocations.
         let wqes = || service.status().unwrap().nic_wqes;
         let before = wqes();
-        transport.read(Lane::Sync, &back).unwrap();
+        transport.run(Lane::Demand, Direction::Read, &back).unwrap();
         assert_eq!(wqes(), before);
         chunks.into_iter().for_each(|chunk| transport.free_chunk(chunk).unwrap());
     }
@@ -164,8 +168,8 @@ mod tests {
         let chunk = transport.allocate_chunk().unwrap();
         fill(&*transport, 0, 7);
         let io = PageIo { chunk, offset_bytes: 0, frame: 0, pages: 1 };
-        transport.write(Lane::Sync, &[io]).unwrap();
-        transport.read(Lane::Sync, &[PageIo { frame: 1, ..io }]).unwrap();
+        transport.run(Lane::WriteBack, Direction::Write, &[io]).unwrap();
+        transport.run(Lane::Demand, Direction::Read, &[PageIo { frame: 1, ..io }]).unwrap();
         assert_eq!(first_byte(&*transport, 1), 7);
     }
 
@@ -175,9 +179,9 @@ mod tests {
         let transport = connect_to(&service);
         let chunk = transport.allocate_chunk().unwrap();
         let io = PageIo { chunk, offset_bytes: 0, frame: 0, pages: 1 };
-        transport.write(Lane::Sync, &[io]).unwrap();
+        transport.run(Lane::WriteBack, Direction::Write, &[io]).unwrap();
         service.stop();
-        for done in [transport.read(Lane::Sync, &[io]), transport.write(Lane::Async, &[io])] {
+        for done in [transport.run(Lane::Demand, Direction::Read, &[io]), transport.run(Lane::WriteBack, Direction::Write, &[io])] {
             assert!(matches!(done, Err(TransportError::Gone(_))), "{done:?}");
         }
     }

@@ -17,7 +17,7 @@
 //! The handler and other threads find extents without a lock ([`Latch`]). Changes need `space`.
 //!
 //! # Fences
-//! The handler and the evictor work on runs of consecutive page numbers and assume that their
+//! The handler and the worker work on runs of consecutive page numbers and assume that their
 //! addresses are consecutive too. So the first and the last number of each unused range are
 //! *fences*: their entries in the page table are BUSY for good, which ends every run.
 

@@ -11,7 +11,7 @@ use std::ops::Range;
 use crate::errno::{Errno, NEEDS_PROMOTION};
 use crate::extent::{EXTENTS_MAX, Extent, give_numbers, take_numbers};
 use crate::mapping::{MAP_FIXED_NOREPLACE, MapRequest, errno, pages_of};
-use crate::page_table::{Entry, PageId, State};
+use crate::page_table::PageId;
 use crate::pager::Pager;
 use crate::presence::{PAGES_AT_ONCE, Presence};
 use crate::region::Space;
@@ -101,7 +101,7 @@ impl Pager {
             return Ok(false);
         }
         self.adopt_pages(&presence, base, pages)?;
-        self.wake_evictor(false);
+        self.wake_worker(false);
         Ok(true)
     }
 
@@ -112,31 +112,20 @@ impl Pager {
             let count = PAGES_AT_ONCE.min((pages - at) as usize);
             let address = base + ((at as usize) << PAGE_SHIFT);
             for index in presence.existing(address, count)? {
-                self.adopt_page(PageId(first + at + index));
+                self.pages.adopt(PageId(first + at + index));
             }
         }
         Ok(())
-    }
-
-    /// Enters an existing page as resident, unless the handler has mapped it meanwhile.
-    fn adopt_page(&self, page: PageId) {
-        let entry = self.table.lock(page);
-        if entry.state() != State::Absent {
-            return self.settle(page, entry);
-        }
-        self.take_room_over_limit();
-        self.settle(page, Entry::dirty(None));
-        self.residency().push(&self.table, page, 1);
     }
 
     /// Registers mapped memory and makes an extent of it. Returns false if that is not possible.
     fn add_extent(&self, space: &mut Space, base: usize, pages: u32) -> bool {
         let done = self.try_add_extent(space, base, pages);
         if done {
-            self.stats.set(Counter::Extents, self.region.extents().len() as u64);
+            self.stats().set(Counter::Extents, self.region.extents().len() as u64);
         } else {
-            self.stats.add(Counter::MappingsUnpaged, 1);
-            self.stats.add(Counter::MappingsUnpagedBytes, u64::from(pages) << PAGE_SHIFT);
+            self.stats().add(Counter::MappingsUnpaged, 1);
+            self.stats().add(Counter::MappingsUnpagedBytes, u64::from(pages) << PAGE_SHIFT);
         }
         done
     }
@@ -153,7 +142,7 @@ impl Pager {
         }
         let before = base.checked_sub(1).and_then(|last| extents.at(last));
         let after = before.map(|before| before.numbers().end);
-        let Some(first) = take_numbers(&self.table, &mut space.unused, pages, after) else {
+        let Some(first) = take_numbers(&self.pages.table, &mut space.unused, pages, after) else {
             if let Err(error) = self.uffd.unregister(base, bytes) {
                 self.fatal("unregister memory that cannot be paged", &error);
             }
@@ -191,22 +180,21 @@ impl Pager {
             return Err(NEEDS_PROMOTION);
         }
         let (kept, removed) = extents.without(&range).ok_or(libc::ENOMEM)?;
-        let mut room = 0;
         let result = {
-            // Excludes the evictor, which reads pages, while they become inaccessible.
-            let mut unreadable = self.evict_lock();
+            // No page is taken out, because other memory may appear at the addresses.
+            let _protection = self.pages.lock_protection();
+            let mut unreadable = self.unreadable();
             let result = change()?;
             // A handler that has set a page BUSY before finds the page's address until the page is
             // released here. A handler that looks for the address later finds no page.
             extents.set_addresses(&kept);
             for part in &removed {
-                room += self.release_pages(part.numbers());
+                self.pages.release_range(part.numbers());
                 unreadable.remove(part.numbers());
             }
             extents.set_numbers(&kept);
             result
         };
-        self.give_room(room);
         for part in &removed {
             self.forget_numbers(space, part.numbers());
             // Threads that wait there fault again, on what is there now.
@@ -214,7 +202,7 @@ impl Pager {
                 self.fatal("wake threads that wait for unmapped pages", &error);
             }
         }
-        self.stats.set(Counter::Extents, extents.len() as u64);
+        self.stats().set(Counter::Extents, extents.len() as u64);
         Ok(result)
     }
 
@@ -223,7 +211,7 @@ impl Pager {
         space.unforked.remove(numbers.clone());
         space.keyed.remove(numbers.clone());
         self.advice.forget(numbers.clone());
-        give_numbers(&self.table, &mut space.unused, numbers);
+        give_numbers(&self.pages.table, &mut space.unused, numbers);
     }
 
     /// Unmaps a range that lies outside of the region.

@@ -1,52 +1,56 @@
 //! The pager: anonymous memory of an unmodified program that lives mostly in the pool.
 //!
 //! ```text
-//!   program                     pager (in the program's process)                 pool
-//!  +----------+  fault   +---------+  read   +-----------+  Transport::read   +--------+
-//!  | region   | -------> | handler | ------> | frames    | <----------------- | chunks |
-//!  | (private | <------- |         |         | (staging) | -----------------> | slots  |
-//!  |  memory) |  COPY    +---------+         +-----------+  Transport::write  +--------+
-//!  |          |  PROTECT, DONTNEED  +---------+    ^
-//!  |          | <------------------ | evictor | ---+
-//!  +----------+                     +---------+
+//!   program                  pager (in the program's process)                      pool
+//!  +----------+  fault  +---------+                                             +--------+
+//!  | region   | ------> | handler |   +-----------+  copy  +--------+   READ    | chunks |
+//!  | (private | <------ +---------+   | shelf     | <----> | frames | <-------- | slots  |
+//!  |  memory) |  MOVE one page or run | (private  |        | (NIC's |  WRITE    |        |
+//!  |          | <-------------------> |  memory)  |        | memory)| --------> |        |
+//!  +----------+         +---------+   +-----------+        +--------+           +--------+
+//!                       | worker  |
+//!                       +---------+
 //! ```
 //!
 //! [`Pager`] owns a [`region`] of private anonymous memory registered with [`uffd`]. The
-//! [`page_table`] records where each page's content is. [`fault`] brings pages in; [`evict`] takes
-//! them out through [`staging`], in the order of the queue in [`residency`]. [`slots`] allocates
-//! the pages' places in the chunks of a [`transport`]. [`mapping`] implements the program's
-//! `mmap`, `munmap` and `mprotect` on paged memory, [`advice`] its `madvise`, and [`fork`] gives
-//! forked children their pages. [`extent`] is paged memory outside of the region, at addresses that
-//! the program chose.
+//! [`page_table`] records where each page's content is, and [`pages`] is the logic that moves it:
+//! between the program's memory and the [`shelf`] through [`memory`], between the shelf and the
+//! [`slots`] of a [`transport`] through [`backing`]. [`fault`] and [`worker`] are the threads,
+//! [`stream`] decides what is prefetched. [`mapping`] implements the program's `mmap`, `munmap` and
+//! `mprotect` on paged memory, [`advice`] its `madvise`, and [`fork`] gives forked children their
+//! pages. [`extent`] is paged memory outside of the region, at addresses that the program chose.
 //!
 //! # Resident memory
-//! `GRANARY_LOCAL` bounds the resident pages of the region and the staging area together, at all
-//! times. Other memory of the process is not included: see [`CONSTANT_BYTES`].
+//! `GRANARY_LOCAL` bounds the resident pages of the region, the shelf and the frames together, at
+//! all times. Other memory of the process is not included: see [`CONSTANT_BYTES`].
 //!
 //! # Limitations
-//! - A system call that pins memory and writes to it later by DMA (O_DIRECT reads, io_uring's fixed
-//!   buffers) loses the write if the page is evicted meanwhile: the kernel does not report pins to
-//!   userfaultfd.
+//! - Where the kernel cannot move pages (before Linux 6.8), a system call that pins memory and
+//!   writes to it later by DMA (O_DIRECT reads, io_uring's fixed buffers) loses the write if the
+//!   page is taken out meanwhile: the kernel does not report pins to userfaultfd.
 //! - A process made by a raw `fork` or `clone` system call (not through libc) has no pager of its
 //!   own.
 
 pub mod advice;
+pub mod backing;
 pub mod config;
 pub mod descriptor;
 mod direct_transport;
 pub mod errno;
-pub mod evict;
 pub mod executable;
 pub mod extent;
 mod extent_mapping;
 pub mod fault;
+pub mod fingerprint;
 pub mod fork;
 mod latch;
 pub mod mapping;
+pub mod memory;
 pub mod metrics;
 mod node_sockets;
 pub mod page_table;
 mod pager;
+pub mod pages;
 pub mod pool_transport;
 mod presence;
 mod priority;
@@ -55,20 +59,31 @@ mod remap;
 pub mod residency;
 pub mod run;
 mod seal;
+pub mod shelf;
+#[cfg(test)]
+mod sim;
 pub mod slots;
 mod spawn;
-pub mod staging;
 pub mod stats;
 pub mod store;
-pub mod streams;
+pub mod stream;
 pub mod sys;
 mod threads;
-mod transfer;
 pub mod transport;
 pub mod uffd;
 pub mod unpaged;
+mod worker;
 
 use std::io;
+
+#[cfg(test)]
+pub(crate) use sim::fiber::point;
+
+/// A point of the pager's logic at which another thread may run. Only the simulation ([`sim`]) makes
+/// use of it.
+#[cfg(not(test))]
+#[inline(always)]
+pub(crate) fn point() {}
 
 pub use config::Config;
 pub use pager::{Pager, current, set_current};
@@ -104,10 +119,10 @@ pub enum Error {
          5.7 or later is needed, and CAP_SYS_PTRACE to follow forks"
     )]
     UserfaultfdApi(io::Error),
-    /// `GRANARY_LOCAL` is below [`config::LOCAL_BYTES_MIN`] or does not fit the staging area.
+    /// `GRANARY_LOCAL` is below [`config::LOCAL_BYTES_MIN`] or does not fit the transport's frames.
     #[error(
-        "--local {bytes} bytes is too small: use at least 4 MiB, of which 1 MiB is the staging \
-         area; the rest must hold all pages that one system call over many buffers needs"
+        "--local {bytes} bytes is too small: use at least 4 MiB; the bound must hold all pages that \
+         one system call over many buffers needs"
     )]
     LocalTooSmall {
         /// The requested bound.

@@ -6,21 +6,17 @@
 //! that are unmapped, dropped by advice, or replaced by another mapping lose their frames and slots
 //! here. A chunk is freed with its last slot.
 //!
-//! All functions run on the program's threads with signals blocked and `space` locked; sections
-//! that exclude the evictor also hold `evict_lock`. Faults are served concurrently, page by page.
-//! Errors are `errno` values for the program.
+//! All functions run on the program's threads with signals blocked and `space` locked. Faults are
+//! served concurrently, page by page. Errors are `errno` values for the program.
 
 use std::ops::Range;
 
 use crate::descriptor;
 pub use crate::errno::Errno;
 use crate::errno::{MOVED, NEEDS_PROMOTION};
-use crate::evict::slot_to_free;
-use crate::page_table::{Entry, PageId, State};
+use crate::page_table::PageId;
 use crate::pager::Pager;
 use crate::region::{Piece, RangeSet, Space};
-use crate::slots::SlotId;
-use crate::staging::FrameId;
 use crate::sys::{self, PAGE_BYTES, PAGE_SHIFT, SignalsBlocked};
 
 /// Calls `call` with the current pager, and again if the pager was replaced meanwhile. Returns
@@ -235,8 +231,7 @@ impl Pager {
         self.reclaim_foreign(space, range.clone())?;
         let start = self.region.address(PageId(range.start));
         {
-            let mut unreadable = self.evict_lock();
-            // The evictor reads pages, so it must not run while pages become inaccessible here.
+            let mut unreadable = self.unreadable();
             // SAFETY: the program unmaps the range; the range stays reserved.
             unsafe { sys::mprotect(start, range.len() << PAGE_SHIFT, libc::PROT_NONE) }
                 .map_err(errno)?;
@@ -290,9 +285,7 @@ impl Pager {
     /// Sets the protection of pages with consecutive addresses, which have no protection key.
     pub(crate) fn set_protection(&self, range: Range<u32>, prot: i32) -> Result<(), Errno> {
         let start = self.region.address(PageId(range.start));
-        let mut unreadable = self.evict_lock();
-        // The evictor, which reads these pages, is excluded, and `unreadable` is updated before it
-        // continues.
+        let mut unreadable = self.unreadable();
         kernel_protect(start, range.len() << PAGE_SHIFT, prot, None)?;
         if prot & libc::PROT_READ != 0 {
             unreadable.remove(range)
@@ -312,7 +305,7 @@ impl Pager {
         key: Option<i32>,
     ) -> Result<(), Errno> {
         let start = self.region.address(PageId(range.start));
-        let mut unreadable = self.evict_lock();
+        let mut unreadable = self.unreadable();
         kernel_protect(start, range.len() << PAGE_SHIFT, prot, key)?;
         match key {
             None => {}
@@ -339,7 +332,7 @@ impl Pager {
     }
 
     pub(crate) fn forget_protection(&self, range: Range<u32>) {
-        self.evict_lock().remove(range);
+        self.unreadable().remove(range);
     }
 
     /// Sets whether forked children get the pager's own pages of a range: not if `kept`.
@@ -415,80 +408,10 @@ impl Pager {
             self.forks.drop_in_child(self, range);
             return;
         }
-        let _evict_lock = self.evict_lock();
-        let mut room = 0;
-        self.table.touched(range, |part| {
-            let mut at = part.start;
-            while at < part.end {
-                // A run of pages that are not absent.
-                let mut run = Vec::new();
-                while at < part.end {
-                    let now = self.table.load(PageId(at));
-                    if now.state() == State::Absent && !now.is_busy() {
-                        break;
-                    }
-                    run.push((PageId(at), self.table.lock(PageId(at))));
-                    at += 1;
-                }
-                room += self.drop_run(&run);
-                at += 1;
-            }
-        });
-        self.give_room(room);
-    }
-
-    /// Drops a contiguous run of BUSY pages and returns how many were resident.
-    pub(crate) fn drop_run(&self, run: &[(PageId, Entry)]) -> u32 {
-        if run.iter().any(|&(_, entry)| entry.state() == State::Resident) {
-            let start = self.region.address(run[0].0);
-            // SAFETY: the program drops these pages, and they are BUSY by this thread.
-            let done = unsafe { sys::madvise(start, run.len() * PAGE_BYTES, libc::MADV_DONTNEED) };
-            if let Err(error) = done {
-                self.fatal("drop pages", &error);
-            }
+        self.pages.drop_range(range);
+        if self.pages.has_emptied() {
+            self.wake_worker(true);
         }
-        self.release_run(run)
-    }
-
-    /// Frees the frames and slots of BUSY pages, which become absent. Returns how many were
-    /// resident; the caller makes sure that the kernel drops these.
-    fn release_run(&self, run: &[(PageId, Entry)]) -> u32 {
-        let mut freed: Vec<SlotId> = Vec::new();
-        for &(page, entry) in run {
-            match entry.state() {
-                State::Staged => {
-                    let frame = FrameId(entry.frame().expect("a staged page has a frame"));
-                    freed.extend(slot_to_free(self.staging.leave(frame)));
-                }
-                _ => freed.extend(entry.slot().map(SlotId)),
-            }
-            self.table.set_pinned(page, false);
-            self.settle(page, Entry::ABSENT);
-        }
-        if !freed.is_empty() {
-            let mut emptied = Vec::new();
-            {
-                let mut slots = self.slots();
-                emptied.extend(freed.into_iter().filter_map(|slot| slots.free(slot)));
-            }
-            self.note_emptied(emptied);
-        }
-        run.iter().filter(|(_, entry)| entry.state() == State::Resident).count() as u32
-    }
-
-    /// Frees the frames and slots of pages that the kernel has unmapped. Returns how many were
-    /// resident.
-    pub(crate) fn release_pages(&self, range: Range<u32>) -> u32 {
-        let mut room = 0;
-        self.table.touched(range, |part| {
-            for page in part.map(PageId) {
-                let now = self.table.load(page);
-                if now.state() != State::Absent || now.is_busy() {
-                    room += self.release_run(&[(page, self.table.lock(page))]);
-                }
-            }
-        });
-        room
     }
 
     /// Returns true if the program may close `fd`, which is not one of the pager's descriptors.

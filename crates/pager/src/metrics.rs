@@ -30,12 +30,12 @@ rows! {
     PagesZeroed: counter("pager_pages_zeroed", "Pages filled with zeros at first touch."),
     PagesIn: counter("pager_pages_in", "Pages read from slots."),
     PagesReadAhead: counter("pager_pages_read_ahead", "Of the pages read, those read ahead."),
-    PagesRestored: counter("pager_pages_restored", "Pages mapped back from staging."),
+    PagesRestored: counter("pager_pages_restored", "Pages mapped back from the shelf."),
     PagesOut: counter("pager_pages_out", "Pages written to slots."),
     PagesEvicted: counter("pager_pages_evicted", "Pages evicted."),
     PagesCleanEvicted: counter("pager_pages_evicted_clean", "Pages evicted without a write."),
     PagesZeroEvicted: counter("pager_pages_evicted_zero", "Zero pages evicted, without a slot."),
-    FaultsStalled: counter("pager_faults_stalled", "Faults that waited for the evictor."),
+    FaultsStalled: counter("pager_faults_stalled", "Faults that waited for the worker."),
     PoolChunks: gauge("pager_pool_chunks", "Chunks held in the pool."),
     PoolChunksPeak: gauge("pager_pool_chunks_peak", "Peak of the chunks held in the pool."),
     OverflowChunks: gauge("pager_overflow_chunks", "Chunks held in the overflow file."),
@@ -71,6 +71,9 @@ rows! {
     DirectProcesses: gauge("pager_processes_direct", "Paged processes that move pages without a \
                                                       NIC."),
     HandlersRealTime: gauge("pager_handlers_real_time", "Fault handlers with SCHED_RR."),
+    PagesWordEvicted: counter("pager_pages_evicted_word", "Pages of one repeated word evicted, \
+                                                           without a slot."),
+    PagesWordMapped: counter("pager_pages_word_mapped", "Pages mapped from a repeated word."),
 }
 
 /// The declarations of all metrics of paged processes.

@@ -3,15 +3,15 @@
 //! ```text
 //!  63                    16 15     8  7    6    5    4    3    2   1  0
 //! +------------------------+---------+----+----+----+----+----+---+----+
-//! | slot or frame (48 bit) |    -    |pin |dirt|slot|que |wait|bus|stat|
+//! | slot or pos. (48 bit)  |    -    |pin | -  |slot|que |wait|bus|stat|
 //! +------------------------+---------+----+----+----+----+----+---+----+
 //! ```
 //!
 //! | state | location of the content | payload |
 //! | --- | --- | --- |
 //! | Absent | none: the page reads as zeros | none |
-//! | Resident | the program's memory; without DIRTY the page is write-protected and equal to its slot | slot, if SLOT |
-//! | Staged | a frame of the staging area | frame |
+//! | Resident | the program's memory; it may differ from its slot | slot, if SLOT |
+//! | Shelved | a position of the shelf, or on its way there | position |
 //! | Remote | its slot | slot |
 //!
 //! Invariants:
@@ -31,6 +31,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
+use crate::point;
 use crate::sys::{self, PAGE_BYTES};
 
 /// Index of a page in the region.
@@ -44,8 +45,8 @@ pub enum State {
     Absent,
     /// The program's memory.
     Resident,
-    /// A frame of the staging area.
-    Staged,
+    /// A position of the shelf ([`crate::shelf`]), or on its way there.
+    Shelved,
     /// A slot.
     Remote,
 }
@@ -59,7 +60,6 @@ const BUSY: u64 = 1 << 2;
 const WAIT: u64 = 1 << 3;
 const QUEUED: u64 = 1 << 4;
 const SLOT: u64 = 1 << 5;
-const DIRTY: u64 = 1 << 6;
 const PINNED: u64 = 1 << 7;
 const PAYLOAD_SHIFT: u32 = 16;
 const LOW: u64 = (1 << PAYLOAD_SHIFT) - 1;
@@ -68,22 +68,17 @@ impl Entry {
     /// An absent page, which reads as zeros.
     pub const ABSENT: Self = Self(0);
 
-    /// Resident, and possibly different from `slot`, if the page has one.
-    pub fn dirty(slot: Option<u64>) -> Self {
+    /// Resident. `slot` holds an earlier or the same content.
+    pub fn resident(slot: Option<u64>) -> Self {
         match slot {
-            Some(slot) => Self(1 | DIRTY | SLOT | slot << PAYLOAD_SHIFT),
-            None => Self(1 | DIRTY),
+            Some(slot) => Self(1 | SLOT | slot << PAYLOAD_SHIFT),
+            None => Self(1),
         }
     }
 
-    /// Resident, write-protected, and equal to `slot`.
-    pub fn clean(slot: u64) -> Self {
-        Self(1 | SLOT | slot << PAYLOAD_SHIFT)
-    }
-
-    /// Staged in `frame`.
-    pub fn staged(frame: u32) -> Self {
-        Self(2 | u64::from(frame) << PAYLOAD_SHIFT)
+    /// On the shelf, at `position`.
+    pub fn shelved(position: u32) -> Self {
+        Self(2 | u64::from(position) << PAYLOAD_SHIFT)
     }
 
     /// Remote in `slot`.
@@ -96,7 +91,7 @@ impl Entry {
         match self.0 & STATE {
             0 => State::Absent,
             1 => State::Resident,
-            2 => State::Staged,
+            2 => State::Shelved,
             _ => State::Remote,
         }
     }
@@ -104,11 +99,6 @@ impl Entry {
     /// Returns true if a thread is changing the page's state.
     pub fn is_busy(self) -> bool {
         self.0 & BUSY != 0
-    }
-
-    /// Returns true if the content may differ from the slot.
-    pub fn is_dirty(self) -> bool {
-        self.0 & DIRTY != 0
     }
 
     /// Returns true if the program has locked the page in memory.
@@ -130,9 +120,9 @@ impl Entry {
         }
     }
 
-    /// Returns the frame of a staged page.
-    pub fn frame(self) -> Option<u32> {
-        (self.state() == State::Staged).then_some((self.0 >> PAYLOAD_SHIFT) as u32)
+    /// Returns the position of a page on the shelf.
+    pub fn position(self) -> Option<u32> {
+        (self.state() == State::Shelved).then_some((self.0 >> PAYLOAD_SHIFT) as u32)
     }
 }
 
@@ -189,11 +179,17 @@ impl PageTable {
 
     /// Loads the current entry.
     pub fn load(&self, page: PageId) -> Entry {
+        point();
+        self.peek(page)
+    }
+
+    pub(crate) fn peek(&self, page: PageId) -> Entry {
         Entry(self.entry(page).load(Ordering::Acquire))
     }
 
     /// Sets BUSY if `admit` accepts the entry. Returns `None` if the page is busy or not admitted.
     pub fn try_lock(&self, page: PageId, admit: impl Fn(Entry) -> bool) -> Option<Entry> {
+        point();
         let entry = self.entry(page);
         let mut now = entry.load(Ordering::Acquire);
         loop {
@@ -202,7 +198,10 @@ impl PageTable {
             }
             match entry.compare_exchange_weak(now, now | BUSY, Ordering::AcqRel, Ordering::Acquire)
             {
-                Ok(_) => return Some(Entry(now)),
+                Ok(_) => {
+                    self.touch(page);
+                    return Some(Entry(now));
+                }
                 Err(other) => now = other,
             }
         }
@@ -210,21 +209,26 @@ impl PageTable {
 
     /// Sets BUSY; if another thread has set it, sets WAIT and returns `None`.
     pub fn lock_or_wait(&self, page: PageId) -> Option<Entry> {
+        point();
         let entry = self.entry(page);
         let mut now = entry.load(Ordering::Acquire);
         loop {
             let busy = now & BUSY != 0;
             let next = if busy { now | WAIT } else { now | BUSY };
             match entry.compare_exchange_weak(now, next, Ordering::AcqRel, Ordering::Acquire) {
-                Ok(_) => return (!busy).then_some(Entry(now)),
+                Ok(_) if busy => return None,
+                Ok(_) => {
+                    self.touch(page);
+                    return Some(Entry(now));
+                }
                 Err(other) => now = other,
             }
         }
     }
 
-    /// Sets BUSY, spinning while another thread holds it. Only for threads on which no fault
-    /// depends.
-    pub fn lock(&self, page: PageId) -> Entry {
+    /// Sets BUSY, spinning while another thread holds it, and calling `pause` now and then. Only for
+    /// threads on which no fault depends.
+    pub fn lock_with(&self, page: PageId, pause: impl Fn()) -> Entry {
         let mut spins = 0u32;
         loop {
             if let Some(entry) = self.try_lock(page, |_| true) {
@@ -234,15 +238,21 @@ impl PageTable {
             if spins < 64 {
                 std::hint::spin_loop();
             } else {
-                std::thread::yield_now();
+                pause();
             }
         }
+    }
+
+    /// As [`PageTable::lock_with`], giving way to other threads of the machine.
+    pub fn lock(&self, page: PageId) -> Entry {
+        self.lock_with(page, std::thread::yield_now)
     }
 
     /// Stores the new state and clears BUSY; QUEUED and PINNED stay. Returns true if a thread
     /// waits: the caller must wake the page.
     #[must_use]
     pub fn unlock(&self, page: PageId, new: Entry) -> bool {
+        point();
         let entry = self.entry(page);
         let mut now = entry.load(Ordering::Acquire);
         loop {
@@ -252,10 +262,6 @@ impl PageTable {
                 Ok(_) => break,
                 Err(other) => now = other,
             }
-        }
-        let block = self.block(page.0 as usize / BLOCK_PAGES);
-        if block.load(Ordering::Relaxed) == 0 {
-            block.store(1, Ordering::Release);
         }
         now & WAIT != 0
     }
@@ -278,7 +284,16 @@ impl PageTable {
         } else {
             self.entry(page).fetch_and(!PINNED, Ordering::AcqRel);
         }
-        self.block(page.0 as usize / BLOCK_PAGES).store(1, Ordering::Release);
+        self.touch(page);
+    }
+
+    /// Notes that an entry changes. Called before the page gets content: a thread that sees the
+    /// content may drop the page before BUSY is cleared.
+    fn touch(&self, page: PageId) {
+        let block = self.block(page.0 as usize / BLOCK_PAGES);
+        if block.load(Ordering::Relaxed) == 0 {
+            block.store(1, Ordering::Release);
+        }
     }
 
     /// Calls `visit` with the part of `range` in each block in which an entry has ever been
@@ -316,12 +331,10 @@ mod tests {
         let slot = (1 << 40) + 7;
         assert_eq!(Entry::ABSENT.state(), State::Absent);
         assert_eq!(Entry::remote(slot).slot(), Some(slot));
-        assert_eq!(Entry::clean(slot).slot(), Some(slot));
-        assert!(!Entry::clean(slot).is_dirty());
-        assert_eq!(Entry::dirty(Some(0)).slot(), Some(0));
-        assert_eq!(Entry::dirty(None).slot(), None);
-        assert_eq!(Entry::staged(9).frame(), Some(9));
-        assert_eq!(Entry::staged(9).slot(), None);
+        assert_eq!(Entry::resident(Some(0)).slot(), Some(0));
+        assert_eq!(Entry::resident(None).slot(), None);
+        assert_eq!(Entry::shelved(9).position(), Some(9));
+        assert_eq!(Entry::shelved(9).slot(), None);
     }
 
     #[test]
@@ -334,7 +347,7 @@ mod tests {
         assert_eq!(table.load(page).slot(), Some(3));
         assert!(table.try_lock(page, |_| true).is_none());
         assert!(table.lock_or_wait(page).is_none());
-        assert!(table.unlock(page, Entry::clean(3)), "a waiter is reported once");
+        assert!(table.unlock(page, Entry::resident(Some(3))), "a waiter is reported once");
         assert_eq!(table.lock(page).state(), State::Resident);
         assert!(!table.unlock(page, Entry::ABSENT));
     }
@@ -346,7 +359,7 @@ mod tests {
         assert!(!table.set_queued(page, true));
         table.set_pinned(page, true);
         table.lock(page);
-        let _ = table.unlock(page, Entry::dirty(None));
+        let _ = table.unlock(page, Entry::resident(None));
         assert!(table.load(page).is_queued() && table.load(page).is_pinned());
         assert!(table.set_queued(page, false));
     }
@@ -356,7 +369,7 @@ mod tests {
         let table = PageTable::new(1 << 20).unwrap();
         let page = PageId(513);
         table.lock(page);
-        let _ = table.unlock(page, Entry::dirty(None));
+        let _ = table.unlock(page, Entry::resident(None));
         let mut seen = Vec::new();
         table.touched(100..1 << 20, |range| seen.push(range));
         assert_eq!(seen, vec![512..1024u32; 1]);

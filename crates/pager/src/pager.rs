@@ -3,52 +3,39 @@
 //! | thread | tasks |
 //! | --- | --- |
 //! | handler (one) | reads events, brings pages in |
-//! | evictor (one) | takes pages out, writes them back, frees chunks |
+//! | worker (one) | takes pages out, writes them back, frees chunks |
 //! | program's | map, unmap, protect and advise ([`crate::mapping`]) |
 //!
-//! Locks, in the order in which they may be taken: `space` (program's threads only), `evict_lock`
-//! (program's threads and evictor), then a page's BUSY bit, then `slots` or `residency`. The
-//! handler takes `evict_lock` only to follow a fork or to evict, with no page BUSY. A thread that
-//! holds a lock or a BUSY bit has all signals blocked and does not touch paged memory that may be
-//! missing.
-//!
-//! Room: `resident` counts the pages that are resident or about to be. It is raised before a page
-//! is mapped and never passes `limit`, except for pages of a forking thread.
+//! Locks, in the order in which they may be taken: `space` (program's threads only), then those of
+//! [`crate::pages`]. A thread that holds a lock or a BUSY bit has all signals blocked and does not
+//! touch paged memory that may be missing.
 
 use std::ops::Range;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::path::PathBuf;
+use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use crate::advice::AdviceMap;
-use crate::config::{self, Config, EXIT_PAGER, EXIT_POOL_GONE};
+use crate::backing::Backing;
+use crate::config::{Config, EXIT_PAGER};
 use crate::errno::{Errno, MOVED};
 use crate::extent::set_fences;
+use crate::fingerprint::Fingerprints;
 use crate::fork::inheritance::Inheritance;
 use crate::fork::state::Forks;
 use crate::node_sockets::Sockets;
-use crate::page_table::{PageId, PageTable};
+use crate::memory::linux::LinuxMemory;
+use crate::page_table::PageTable;
+use crate::pages::{Pages, Sizes};
 use crate::pool_transport;
 use crate::region::{RangeSet, Region, Space};
-use crate::residency::Residency;
-use crate::slots::{ChunkLocation, Emptied, SlotId, Slots};
-use crate::staging::{FrameId, Staging};
 use crate::stats::{Counter, Stats};
-use crate::store::{FileStore, FileTransport};
-use crate::streams::Streams;
+use crate::store::FileTransport;
 use crate::sys::{self, FileSizeSignalBlocked, PAGE_BYTES};
-use crate::transport::{ChunkHandle, Transport, TransportError};
+use crate::transport::Transport;
 use crate::uffd::{Features, Uffd};
 use crate::unpaged::UnpagedMonitor;
 use crate::{Error, descriptor, direct_transport};
-
-/// Frames into which the handler reads: the size of its largest batch.
-pub(crate) const READ_FRAMES: u32 = 32;
-/// Frames from which the page server serves forked children.
-pub(crate) const CHILD_FRAMES: u32 = 16;
-/// Frames through which a promoted child reads its parent's pages.
-pub(crate) const INHERIT_FRAMES: u32 = 16;
 
 /// The pager of the program that this process runs.
 static CURRENT: AtomicPtr<Pager> = AtomicPtr::new(std::ptr::null_mut());
@@ -86,7 +73,7 @@ const ADDRESS_SPACE: &str = "reserve address space (RLIMIT_AS and RLIMIT_DATA, u
 
 /// Resources from which a pager is assembled.
 pub(crate) struct PagerParts {
-    pub uffd: Uffd,
+    pub uffd: Arc<Uffd>,
     pub fork_events: bool,
     pub region: Region,
     pub space: Space,
@@ -100,52 +87,24 @@ pub(crate) struct PagerParts {
 pub struct Pager {
     pub(crate) region: Region,
     pub(crate) config: Config,
-    pub(crate) table: PageTable,
-    pub(crate) uffd: Uffd,
-    pub(crate) transport: Box<dyn Transport>,
-    pub(crate) staging: Staging,
-    pub(crate) stats: Stats,
-    pub(crate) slots: Mutex<Slots>,
-    pub(crate) residency: Mutex<Residency>,
+    pub(crate) uffd: Arc<Uffd>,
+    pub(crate) pages: Pages<LinuxMemory>,
     space: Mutex<Space>,
     /// Advice of the program on its accesses.
     pub(crate) advice: Arc<AdviceMap>,
-    /// Pages that the program does not need soon, for the evictor.
+    /// Pages that the program does not need soon, for the worker.
     pub(crate) advised_out: Mutex<Vec<Range<u32>>>,
-    /// Pages that are mapped without PROT_READ. The evictor evicts only while it holds this lock,
-    /// so another holder excludes eviction.
-    evict_lock: Mutex<RangeSet>,
-    /// Locations of chunks that became empty, for the evictor to free.
-    pub(crate) emptied: Mutex<Vec<ChunkLocation>>,
-    overflow: OnceLock<FileStore>,
-    overflow_directory: PathBuf,
-    /// Address of zeroed memory as long as the largest batch; never written.
-    pub(crate) zeros: usize,
-    pub(crate) limit: u32,
-    resident: AtomicU32,
-    /// Futex: incremented when room appears or the evictor cannot make any now.
-    pub(crate) room: AtomicU32,
-    /// Futex: incremented to wake the evictor.
-    pub(crate) evictor_wakes: AtomicU32,
-    pub(crate) evictor_sleeps: AtomicBool,
-    /// Ids of the pager's threads that touch the program's pages.
-    pub(crate) threads: [AtomicU32; 2],
-    /// A pidfd of this process in the descriptor table of the pager's threads; `None` if it could
-    /// not be opened.
-    own_pidfd: OnceLock<Option<OwnedFd>>,
-    /// True while a fork waits for the handler to read its event. Until then the kernel refuses to
-    /// map or write-protect pages.
-    pub(crate) fork_waits: AtomicBool,
+    /// Pages that are mapped without PROT_READ.
+    pub(crate) unreadable: Mutex<RangeSet>,
+    /// Futex: incremented to wake the worker.
+    pub(crate) worker_wakes: AtomicU32,
+    pub(crate) worker_sleeps: AtomicBool,
     pub(crate) forks: Forks,
     pub(crate) fork_events: bool,
-    /// True if the handler thread evicts, instead of the evictor thread. With two cores or fewer,
-    /// the program and the NIC's polling thread occupy the cores, and an evictor thread would keep
-    /// the NIC from answering.
+    /// True if the handler thread does the worker's work on pages. With two cores or fewer, the
+    /// program and the NIC's polling thread occupy the cores, and a worker would keep the NIC from
+    /// answering.
     pub(crate) evicts_inline: bool,
-    /// Streams of missing faults and of write-protection faults.
-    streams: Mutex<(Streams, Streams)>,
-    /// State that a promoted child has from its parent.
-    pub(crate) inheritance: Option<Inheritance>,
     /// Descriptors by which forked children reach the memory nodes.
     pub(crate) sockets: Sockets,
     pub(crate) enter: OnceLock<fn()>,
@@ -158,7 +117,7 @@ impl Pager {
     ///
     /// # Errors
     /// userfaultfd is not permitted, address space is short, or the bound is too small for the
-    /// transport's staging memory.
+    /// transport's frames.
     pub fn new(config: &Config, transport: Box<dyn Transport>) -> Result<Arc<Self>, Error> {
         config.check()?;
         let system = |what: &str| {
@@ -171,7 +130,8 @@ impl Pager {
             Err(error) => return Err(error),
         };
         let moved = { descriptor::move_high(uffd.as_raw_fd()) };
-        let uffd = Uffd::from_fd(moved.map_err(system("move the userfaultfd to a high number"))?);
+        let uffd = moved.map_err(system("move the userfaultfd to a high number"))?;
+        let uffd = Arc::new(Uffd::from_fd(uffd));
         let region = Region::reserve(config.region_bytes).map_err(system(ADDRESS_SPACE))?;
         // Without fork events, a fork copies the region only for a child that registers it
         // (`fork::child_setup`).
@@ -223,21 +183,18 @@ impl Pager {
         let table =
             PageTable::new(region.numbers() as usize).map_err(system("map the page table"))?;
         set_fences(&table, &space.unused);
-        let memory = transport.staging();
-        // A forked child must not share the staging memory with the NIC.
-        // SAFETY: changes only whether a fork copies the staging memory.
+        let frames = transport.frames();
+        // A forked child must not share the frames with the NIC.
+        // SAFETY: changes only whether a fork copies the frames.
         let _ = unsafe {
-            let bytes = memory.frames as usize * PAGE_BYTES;
-            sys::madvise(memory.base as usize, bytes, libc::MADV_DONTFORK)
+            let bytes = frames.frames as usize * PAGE_BYTES;
+            sys::madvise(frames.base as usize, bytes, libc::MADV_DONTFORK)
         };
-        let evicts_inline = units::cpus::cores() <= 2;
-        let reserved = READ_FRAMES + CHILD_FRAMES + INHERIT_FRAMES;
-        let frames_bytes = u64::from(memory.frames) * PAGE_BYTES as u64;
-        if memory.frames < reserved + 64 || frames_bytes * 2 > config.local_bytes {
-            return Err(Error::LocalTooSmall { bytes: config.local_bytes });
-        }
-        let limit = ((config.local_bytes - frames_bytes) / PAGE_BYTES as u64)
-            .min(u64::from(region.pages())) as u32;
+        let too_small = Error::LocalTooSmall { bytes: config.local_bytes };
+        let sizes = Sizes::new(config.local_bytes).with_frames(frames.frames).ok_or(too_small)?;
+        let memory = LinuxMemory::new(uffd.clone(), &region, sizes.positions, config.pages)?;
+        let sizes = sizes.with_slack(memory.slack_pages());
+        let sizes = Sizes { limit: sizes.limit.min(region.pages()), ..sizes };
         let blocked = FileSizeSignalBlocked::new();
         let stats = match &config.run_directory {
             Some(directory) => {
@@ -257,49 +214,32 @@ impl Pager {
         drop(blocked);
         stats.set(Counter::ChunkBytes, transport.chunk_bytes() as u64);
         stats.set(Counter::DirectProcesses, transport.stats().is_direct.into());
-        let zeros = sys::map_anonymous(READ_FRAMES as usize * PAGE_BYTES)
-            .map_err(system("map a run of zeros"))?;
+        let fingerprints = Fingerprints::new().map_err(system("get random numbers"))?;
+        let backing = Backing::new(transport, config.overflow_directory.clone(), inheritance);
         Ok(Arc::new(Self {
             config: config.clone(),
-            table,
             uffd,
-            staging: Staging::new(memory, reserved),
-            slots: Mutex::new(Slots::new(transport.chunk_bytes())),
-            transport,
-            stats,
-            residency: Mutex::default(),
+            pages: Pages::new(table, memory, backing, stats, sizes, fingerprints),
+            unreadable: Mutex::new(unreadable),
             space: Mutex::new(space),
             advice,
             advised_out: Mutex::default(),
-            evict_lock: Mutex::new(unreadable),
             region,
-            emptied: Mutex::default(),
-            overflow: OnceLock::new(),
-            overflow_directory: config.overflow_directory.clone(),
-            zeros,
-            limit,
-            resident: AtomicU32::new(0),
-            room: AtomicU32::new(0),
-            evictor_wakes: AtomicU32::new(0),
-            evictor_sleeps: AtomicBool::new(false),
-            threads: Default::default(),
-            own_pidfd: OnceLock::new(),
-            fork_waits: AtomicBool::new(false),
+            worker_wakes: AtomicU32::new(0),
+            worker_sleeps: AtomicBool::new(false),
             forks: Forks::default(),
             fork_events,
-            evicts_inline,
-            streams: Mutex::default(),
-            inheritance,
+            evicts_inline: units::cpus::cores() <= 2,
             sockets,
             enter: OnceLock::new(),
             unpaged_monitor: UnpagedMonitor::default(),
         }))
     }
 
-    /// Opens the backing memory that `config` names, with staging sized for its bound: memory nodes
-    /// ([`direct_transport`], [`pool_transport`]), or a file for diagnosis ([`crate::store`]).
+    /// Opens the backing memory that `config` names, with as many frames as its bound needs: memory
+    /// nodes ([`direct_transport`], [`pool_transport`]), or a file for diagnosis ([`crate::store`]).
     pub fn open_transport(config: &Config) -> Result<Box<dyn Transport>, Error> {
-        let frames = config::staging_frames(config.local_bytes);
+        let frames = Sizes::new(config.local_bytes).frames();
         if FileTransport::is_named_by(&config.pool) {
             return Ok(Box::new(FileTransport::open(&config.pool, frames)?));
         }
@@ -329,7 +269,7 @@ impl Pager {
 
     /// Returns the counters.
     pub fn stats(&self) -> &Stats {
-        &self.stats
+        &self.pages.stats
     }
 
     /// Returns true if the user wants programs to run that may stop the pager.
@@ -337,14 +277,19 @@ impl Pager {
         self.config.allow_unpaged
     }
 
-    /// Returns the number of pages that may be resident.
-    pub fn limit(&self) -> u32 {
-        self.limit
+    /// Returns the number of pages that are present: resident, or on the shelf.
+    pub fn present(&self) -> u32 {
+        self.pages.present()
     }
 
-    /// Returns the number of pages that are resident now or about to be.
+    /// Returns the number of pages that are mapped in the region.
     pub fn resident(&self) -> u32 {
-        self.resident.load(Ordering::Acquire)
+        self.pages.state().resident
+    }
+
+    /// Returns the number of pages that may be present: resident, or on the shelf.
+    pub fn limit(&self) -> u32 {
+        self.pages.sizes.limit
     }
 
     /// Locks the address space.
@@ -356,39 +301,10 @@ impl Pager {
         if self.forks.is_promoted() { Err(MOVED) } else { Ok(space) }
     }
 
-    pub(crate) fn streams(&self) -> MutexGuard<'_, (Streams, Streams)> {
-        self.streams.lock().expect("no thread panics while it holds this lock")
-    }
-
-    /// Returns the first frame that serves forked children. These frames follow the handler's.
-    pub(crate) fn child_frames(&self) -> FrameId {
-        FrameId(READ_FRAMES)
-    }
-
-    /// Returns the first frame through which a promoted child reads its parent's pages.
-    pub(crate) fn inherit_frames(&self) -> FrameId {
-        FrameId(READ_FRAMES + CHILD_FRAMES)
-    }
-
-    /// Sets the number of resident pages of a new pager. The number may exceed the limit.
-    pub(crate) fn set_initial_resident(&self, pages: u32) {
-        self.resident.store(pages, Ordering::Release);
-        self.stats.set(Counter::ResidentPages, u64::from(pages));
-        self.stats.raise(Counter::ResidentPagesPeak, u64::from(pages));
-    }
-
-    pub(crate) fn evict_lock(&self) -> MutexGuard<'_, RangeSet> {
-        self.evict_lock.lock().expect("no thread panics while it holds this lock")
-    }
-
-    /// Locks `evict_lock` unless another thread holds it.
-    pub(crate) fn try_evict_lock(&self) -> Option<MutexGuard<'_, RangeSet>> {
-        match self.evict_lock.try_lock() {
-            Ok(evict_lock) => Some(evict_lock),
-            Err(TryLockError::WouldBlock) => None,
-            // A poisoned lock must not look like a busy one: the caller would retry forever.
-            Err(TryLockError::Poisoned(_)) => panic!("a thread panicked while it held evict_lock"),
-        }
+    /// Locks the set of pages that are mapped without PROT_READ. Held only by threads that hold
+    /// `space`.
+    pub(crate) fn unreadable(&self) -> MutexGuard<'_, RangeSet> {
+        self.unreadable.lock().expect("no thread panics while it holds this lock")
     }
 
     /// Measures unpaged memory if it seems to have changed, and records the result. Returns true if
@@ -396,219 +312,11 @@ impl Pager {
     pub(crate) fn measure_unpaged(&self, at_exit: bool) -> bool {
         let is_own =
             |range: &Range<usize>| self.region.contains(range.start) || sys::is_own_mapping(range);
-        let measured = self.unpaged_monitor.measure(at_exit, self.resident(), is_own);
+        let measured = self.unpaged_monitor.measure(at_exit, self.pages.present(), is_own);
         if let Some(usage) = &measured {
-            self.stats.record_unpaged(usage, !self.forks.is_light());
+            self.stats().record_unpaged(usage, !self.forks.is_light());
         }
         measured.is_some()
-    }
-
-    pub(crate) fn slots(&self) -> MutexGuard<'_, Slots> {
-        self.slots.lock().expect("no thread panics while it holds this lock")
-    }
-
-    pub(crate) fn residency(&self) -> MutexGuard<'_, Residency> {
-        self.residency.lock().expect("no thread panics while it holds this lock")
-    }
-
-    /// Takes room for at most `wanted` pages and returns how many were granted.
-    pub(crate) fn take_room(&self, wanted: u32) -> u32 {
-        let mut now = self.resident.load(Ordering::Acquire);
-        loop {
-            let granted = wanted.min(self.limit.saturating_sub(now));
-            if granted == 0 {
-                return 0;
-            }
-            match self.resident.compare_exchange_weak(
-                now,
-                now + granted,
-                Ordering::AcqRel,
-                Ordering::Acquire,
-            ) {
-                Ok(_) => {
-                    let after = u64::from(now + granted);
-                    self.stats.set(Counter::ResidentPages, after);
-                    self.stats.raise(Counter::ResidentPagesPeak, after);
-                    return granted;
-                }
-                Err(other) => now = other,
-            }
-        }
-    }
-
-    /// Takes room for one page, if necessary beyond the limit. For a thread that is forking: it
-    /// holds `evict_lock`, so no room can be made until its fault is served.
-    pub(crate) fn take_room_over_limit(&self) -> u32 {
-        let now = self.resident.fetch_add(1, Ordering::AcqRel) + 1;
-        self.stats.set(Counter::ResidentPages, u64::from(now));
-        self.stats.raise(Counter::ResidentPagesPeak, u64::from(now));
-        1
-    }
-
-    /// Returns room and wakes threads that wait for it.
-    pub(crate) fn give_room(&self, pages: u32) {
-        if pages == 0 {
-            return;
-        }
-        let before = self.resident.fetch_sub(pages, Ordering::AcqRel);
-        assert!(before >= pages, "more room is returned than was taken");
-        self.stats.set(Counter::ResidentPages, u64::from(before - pages));
-        self.room.fetch_add(1, Ordering::AcqRel);
-        if before >= self.limit {
-            sys::futex_wake(&self.room);
-        }
-    }
-
-    /// Wakes the evictor if room is short, or in any case if `always`.
-    pub(crate) fn wake_evictor(&self, always: bool) {
-        let room = self.limit - self.resident().min(self.limit);
-        if !always && (self.evicts_inline || room >= self.low_water()) {
-            return;
-        }
-        self.evictor_wakes.fetch_add(1, Ordering::AcqRel);
-        if self.evictor_sleeps.load(Ordering::SeqCst) {
-            sys::futex_wake(&self.evictor_wakes);
-        }
-    }
-
-    /// Returns the pidfd of this process, for the pager's threads.
-    pub(crate) fn own_pidfd(&self) -> Option<i32> {
-        let open = || {
-            // SAFETY: a plain system call; this function owns the returned descriptor.
-            unsafe {
-                let fd = libc::syscall(libc::SYS_pidfd_open, std::process::id(), 0) as i32;
-                (fd >= 0).then(|| OwnedFd::from_raw_fd(fd))
-            }
-        };
-        self.own_pidfd.get_or_init(open).as_ref().map(|fd| fd.as_raw_fd())
-    }
-
-    /// Room, in pages, below which the evictor is woken.
-    pub(crate) fn low_water(&self) -> u32 {
-        (self.limit / 16).clamp(32, 1024)
-    }
-
-    /// Room, in pages, at which the evictor stops.
-    pub(crate) fn high_water(&self) -> u32 {
-        (self.limit / 8).clamp(64, 2048)
-    }
-
-    /// Wakes the threads that wait at `pages` pages from `page` on.
-    pub(crate) fn wake(&self, page: PageId, pages: u32) {
-        // The threads that wait at unmapped pages were woken when the pages were unmapped.
-        let Some(address) = self.region.find_address(page) else { return };
-        if let Err(error) = self.uffd.wake(address, pages as usize * PAGE_BYTES) {
-            self.fatal("wake a thread that waits for a page", &error);
-        }
-    }
-
-    /// Stores a page's entry, clears BUSY, and wakes the page's waiters.
-    pub(crate) fn settle(&self, page: PageId, entry: crate::page_table::Entry) {
-        if self.table.unlock(page, entry) {
-            self.wake(page, 1);
-        }
-    }
-
-    /// Frees a slot. If its chunk is empty now, the evictor frees the chunk.
-    pub(crate) fn free_slot(&self, slot: SlotId) {
-        let emptied = self.slots().free(slot);
-        self.note_emptied(emptied);
-    }
-
-    pub(crate) fn note_emptied(&self, emptied: impl IntoIterator<Item = Emptied>) {
-        let mut any = false;
-        for Emptied(location) in emptied {
-            self.emptied.lock().expect("no thread panics while it holds this lock").push(location);
-            any = true;
-        }
-        if any {
-            self.wake_evictor(true);
-        }
-    }
-
-    /// Returns the overflow file and creates it at first use. Called only by the pager's threads,
-    /// because the descriptor is in their table.
-    pub(crate) fn overflow(&self) -> &FileStore {
-        self.overflow.get_or_init(|| {
-            let memory = self.transport.staging();
-            let here = FileStore::unlinked(&self.overflow_directory, memory)
-                .or_else(|_| FileStore::unlinked("/var/tmp".as_ref(), memory));
-            match here {
-                Ok(store) => store,
-                Err(error) => sys::die(
-                    EXIT_PAGER,
-                    &format!(
-                        "the pool is full, and the overflow file in {} cannot be created \
-                         ({error}): set GRANARY_OVERFLOW_DIR to a writable directory",
-                        self.overflow_directory.display()
-                    ),
-                ),
-            }
-        })
-    }
-
-    /// Ends the process because the overflow file cannot store a page, or returned content that
-    /// fails authentication.
-    pub(crate) fn overflow_failed(&self, error: &std::io::Error) -> ! {
-        let why = match error.raw_os_error() {
-            Some(libc::EFBIG) => {
-                "RLIMIT_FSIZE limits the size of files of this process: raise ulimit -f"
-            }
-            Some(libc::ENOSPC | libc::EDQUOT) => {
-                "its file system is full: free space there, or set GRANARY_OVERFLOW_DIR to another"
-            }
-            _ => self.fatal("move a page to or from the overflow file", error),
-        };
-        sys::die(
-            EXIT_PAGER,
-            &format!(
-                "the pool is full, and the overflow file in {} cannot grow ({error}): {why}, or \
-                 give the pool more memory; process {} ends now (status {EXIT_PAGER})",
-                self.overflow_directory.display(),
-                descriptor::program()
-            ),
-        )
-    }
-
-    /// Frees a chunk. Called only by the pager's threads.
-    pub(crate) fn free_location(&self, location: ChunkLocation) {
-        match location {
-            ChunkLocation::Pool(chunk) => self.free_chunk(chunk),
-            ChunkLocation::Overflow(stretch) => {
-                let bytes = self.transport.chunk_bytes() as u64;
-                self.overflow().punch(u64::from(stretch) * bytes, bytes);
-            }
-        }
-    }
-
-    fn free_chunk(&self, chunk: ChunkHandle) {
-        if let Err(error) = self.transport.free_chunk(chunk) {
-            self.pool_lost(&error);
-        }
-    }
-
-    /// Updates the gauges of chunks and allocations.
-    pub(crate) fn update_gauges(&self) {
-        let (pool, overflow) = self.slots().held();
-        self.stats.set(Counter::PoolChunks, u64::from(pool));
-        self.stats.raise(Counter::PoolChunksPeak, u64::from(pool));
-        self.stats.set(Counter::OverflowChunks, u64::from(overflow));
-        self.stats.raise(Counter::OverflowChunksPeak, u64::from(overflow));
-        let done = self.transport.stats();
-        self.stats.set(Counter::AllocationsByNic, done.allocations_by_nic);
-        self.stats.set(Counter::AllocationsByCpu, done.allocations_by_cpu);
-    }
-
-    /// Ends the process because the pool is gone, and with it pages of the program.
-    pub(crate) fn pool_lost(&self, error: &TransportError) -> ! {
-        sys::die(
-            EXIT_POOL_GONE,
-            &format!(
-                "{error}; the pool held pages of process {}, so the process ends now (status \
-                 {EXIT_POOL_GONE})",
-                descriptor::program()
-            ),
-        )
     }
 
     /// Ends the process because a necessary operation failed. Continuing could expose wrong data to

@@ -3,17 +3,18 @@
 //!
 //! `GRANARY_POOL` is a comma-separated list of [`pool::Address`]. Chunks are allocated from the
 //! memory nodes in round-robin order; a node that is full or gone is skipped. The pages on a node
-//! that is gone are lost. Each memory node's NIC has staging memory of its own. The pager uses the
-//! staging memory of the first node. Pages on their way to or from another node are copied to or
-//! from the same frames of that node's staging memory.
+//! that is gone are lost. Each memory node's NIC has frames of its own. The pager uses the frames of
+//! the first node. Pages on their way to or from another node are copied to or from the same frames
+//! of that node.
 //!
-//! A page on which a thread waits goes through lane 0 and batches go through lane 1, so that a READ
-//! does not queue behind a write-back (OneSidedMW §5.1).
+//! Each lane has a QP of its own where the memory node offers three lanes, so that a READ on which a
+//! thread waits does not queue behind others (OneSidedMW §5.1). With two lanes, write-back and
+//! read-ahead share one.
 //!
-//! All memory that the transport uses lies outside the paged region: the staging memory and the
-//! queues are shared with the NIC, the rest is the library's own heap.
+//! All memory that the transport uses lies outside the paged region: the frames and the queues are
+//! shared with the NIC, the rest is the library's own heap.
 
-use std::sync::RwLock;
+use std::sync::{Arc, RwLock};
 use std::time::{Duration, Instant};
 
 use pool::{
@@ -25,7 +26,8 @@ use verbs::{DmaMemory, Nic};
 use crate::Error;
 use crate::sys::PAGE_BYTES;
 use crate::transport::{
-    ChunkHandle, Lane, PageIo, StagingMemory, Transport, TransportError, TransportStats,
+    ChunkHandle, Direction, FrameMemory, InFlight, Lane, PageIo, Ticket, Transport, TransportError,
+    TransportStats,
 };
 
 /// Longest time that a process waits for a free client entry at a memory node that is full, and the
@@ -35,16 +37,21 @@ const FULL_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 
 /// A transport over one or several memory nodes.
 pub struct PoolTransport<N: Nic> {
-    pools: MultiPool<N>,
-    nodes: Vec<Node<N>>,
+    nodes: Arc<Nodes<N>>,
     frames: u32,
     chunks: RwLock<Chunks>,
 }
 
-/// A memory node, and the staging memory that its NIC accesses.
+/// Memory nodes. Shared with the transfers in flight.
+struct Nodes<N: Nic> {
+    pools: MultiPool<N>,
+    nodes: Vec<Node<N>>,
+}
+
+/// A memory node, and the frames that its NIC accesses.
 struct Node<N: Nic> {
     pool: Pool<N>,
-    staging: Buffer<N>,
+    frames: Buffer<N>,
 }
 
 /// Grants by chunk handle, and a free list of handles.
@@ -54,15 +61,15 @@ struct Chunks {
     free: Vec<u32>,
 }
 
-/// Connects to memory nodes, with NICs that the addresses select, and allocates `frames` frames of
-/// staging for each.
+/// Connects to memory nodes, with NICs that the addresses select, and allocates `frames` frames
+/// for each.
 pub fn connect(nodes: &[Address], frames: u32) -> Result<PoolTransport<DefaultNic>, Error> {
     PoolTransport::over(connect_with_retry(nodes)?, nodes, frames)
 }
 
 impl<N: Nic> PoolTransport<N> {
-    /// A transport over `pools`, which are connected to `nodes`, with `frames` frames of staging
-    /// for each.
+    /// A transport over `pools`, which are connected to `nodes`, with `frames` frames for
+    /// each.
     pub fn over(pools: MultiPool<N>, nodes: &[Address], frames: u32) -> Result<Self, Error> {
         let chunk = pools.chunk_bytes();
         if chunk < PAGE_BYTES as u64 {
@@ -77,11 +84,12 @@ impl<N: Nic> PoolTransport<N> {
         }
         let node = |index| -> Result<Node<N>, Error> {
             let pool = pools.node(NodeIndex(index));
-            let staging = pool.buffer(frames as usize * PAGE_BYTES)?;
-            Ok(Node { pool, staging })
+            let frames = pool.buffer(frames as usize * PAGE_BYTES)?;
+            Ok(Node { pool, frames })
         };
         let nodes = (0..nodes.len() as u16).map(node).collect::<Result<_, _>>()?;
-        Ok(Self { pools, nodes, frames, chunks: RwLock::default() })
+        let nodes = Arc::new(Nodes { pools, nodes });
+        Ok(Self { nodes, frames, chunks: RwLock::default() })
     }
 
     /// Address of a chunk at its memory node.
@@ -89,9 +97,9 @@ impl<N: Nic> PoolTransport<N> {
         self.grant(chunk).grant.addr
     }
 
-    /// The staging memory that the first memory node's NIC accesses.
-    pub(crate) fn staging_memory(&self) -> &DmaMemory {
-        self.nodes[0].staging.memory()
+    /// The frames that the first memory node's NIC accesses.
+    pub(crate) fn frame_memory(&self) -> &DmaMemory {
+        self.nodes.nodes[0].frames.memory()
     }
 
     /// Checks whether the first memory node is known to have ended. Never blocks.
@@ -99,7 +107,7 @@ impl<N: Nic> PoolTransport<N> {
     /// # Errors
     /// [`TransportError::Gone`].
     pub(crate) fn check_alive(&self) -> Result<(), TransportError> {
-        self.nodes[0].pool.control().check_alive().map_err(gone)
+        self.nodes.nodes[0].pool.control().check_alive().map_err(gone)
     }
 
     fn grant(&self, chunk: ChunkHandle) -> PlacedGrant {
@@ -107,65 +115,18 @@ impl<N: Nic> PoolTransport<N> {
         chunks.grants[chunk.0 as usize].expect("the pager uses only chunks that it holds")
     }
 
-    fn transfer(&self, lane: Lane, ios: &[PageIo], write: bool) -> Result<(), TransportError> {
-        let [io] = ios else {
-            return self
-                .start(lane, ios, write)?
-                .into_iter()
-                .try_for_each(|part| self.wait_part(part));
+    fn lane(&self, lane: Lane) -> PoolLane {
+        let lanes = self.nodes.nodes[0].pool.lanes();
+        let lane = match lane {
+            Lane::Demand => 0,
+            Lane::Prefetch => 1,
+            Lane::WriteBack => 2,
         };
-        let PlacedGrant { node: index, grant } = self.grant(io.chunk);
-        let (node, lane) = (&self.nodes[index.0 as usize], pool_lane(lane));
-        let transfer = transfer_of(io, &grant);
-        let done = if write {
-            self.copy_out(index, ios);
-            node.pool.write_from(&transfer, &node.staging, lane).and_then(|o| o.wait())
-        } else {
-            node.pool.read_into(&transfer, &node.staging, lane).and_then(|o| o.wait())
-        };
-        done.map_err(|e| self.failed(index, e))?;
-        if !write {
-            self.copy_in(index, ios);
-        }
-        Ok(())
+        PoolLane(lane.min(lanes.saturating_sub(1)))
     }
+}
 
-    /// Starts transfers, in one batch per memory node.
-    fn start(
-        &self,
-        lane: Lane,
-        ios: &[PageIo],
-        write: bool,
-    ) -> Result<Vec<NodeBatch<'_, N>>, TransportError> {
-        let placed: Vec<PlacedGrant> = ios.iter().map(|io| self.grant(io.chunk)).collect();
-        let mut parts = Vec::new();
-        for (index, node) in (0..).map(NodeIndex).zip(&self.nodes) {
-            let here = ios.iter().zip(&placed).filter(|(_, placed)| placed.node == index);
-            let (ios, grants): (Vec<PageIo>, Vec<Grant>) =
-                here.map(|(io, placed)| (*io, placed.grant)).unzip();
-            if ios.is_empty() {
-                continue;
-            }
-            let (transfers, lane) = (transfers_of(&ios, &grants), pool_lane(lane));
-            let batch = if write {
-                self.copy_out(index, &ios);
-                node.pool.start_write_batch(&transfers, &node.staging, lane)
-            } else {
-                node.pool.start_read_batch(&transfers, &node.staging, lane)
-            };
-            let batch = batch.map_err(|e| self.failed(index, e))?;
-            parts.push(NodeBatch { node: index, ios: if write { Vec::new() } else { ios }, batch });
-        }
-        Ok(parts)
-    }
-
-    /// Waits for the batch of one memory node.
-    fn wait_part(&self, part: NodeBatch<'_, N>) -> Result<(), TransportError> {
-        part.batch.wait().map_err(|e| self.failed(part.node, e))?;
-        self.copy_in(part.node, &part.ios);
-        Ok(())
-    }
-
+impl<N: Nic> Nodes<N> {
     /// Copies outgoing pages from the pager's frames to the frames that the memory node's NIC
     /// accesses.
     fn copy_out(&self, index: NodeIndex, ios: &[PageIo]) {
@@ -182,7 +143,7 @@ impl<N: Nic> PoolTransport<N> {
         if from == to {
             return;
         }
-        let [from, to] = [from, to].map(|index| self.nodes[index.0 as usize].staging.memory());
+        let [from, to] = [from, to].map(|index| self.nodes[index.0 as usize].frames.memory());
         let mut page = [0; PAGE_BYTES];
         for io in ios {
             for at in 0..usize::from(io.pages) {
@@ -201,26 +162,56 @@ impl<N: Nic> PoolTransport<N> {
     }
 }
 
-/// Batch in flight at one memory node.
-struct NodeBatch<'a, N: Nic> {
+/// Transfers in flight at one memory node.
+struct NodeBatch<N: Nic> {
     node: NodeIndex,
-    /// Reads whose pages are copied to the pager's frames when the batch is complete.
-    ios: Vec<PageIo>,
-    batch: Batch<'a, N>,
+    /// READs whose pages are copied to the pager's frames when the batch is complete.
+    reads: Vec<PageIo>,
+    batch: Batch<N>,
+}
+
+/// Transfers in flight at several memory nodes.
+struct Batches<N: Nic> {
+    nodes: Arc<Nodes<N>>,
+    batches: Vec<NodeBatch<N>>,
+}
+
+impl<N: Nic> InFlight for Batches<N> {
+    fn poll(&mut self) -> Result<bool, TransportError> {
+        while let Some(NodeBatch { node, reads, batch }) = self.batches.last_mut() {
+            if !batch.poll().map_err(|error| self.nodes.failed(*node, error))? {
+                return Ok(false);
+            }
+            self.nodes.copy_in(*node, reads);
+            self.batches.pop();
+        }
+        Ok(true)
+    }
+
+    fn wait(mut self: Box<Self>) -> Result<(), TransportError> {
+        let mut result = Ok(());
+        for NodeBatch { node, reads, batch } in self.batches.drain(..) {
+            match batch.wait() {
+                Ok(()) => self.nodes.copy_in(node, &reads),
+                Err(error) => result = result.and(Err(self.nodes.failed(node, error))),
+            }
+        }
+        result
+    }
 }
 
 impl<N: Nic> Transport for PoolTransport<N> {
     fn chunk_bytes(&self) -> usize {
-        self.pools.chunk_bytes() as usize
+        self.nodes.pools.chunk_bytes() as usize
     }
 
-    fn staging(&self) -> StagingMemory {
-        let staging = &self.nodes[0].staging;
-        StagingMemory { base: staging.memory().as_ptr(), frames: self.frames }
+    fn frames(&self) -> FrameMemory {
+        let frames = &self.nodes.nodes[0].frames;
+        FrameMemory { base: frames.memory().as_ptr(), frames: self.frames }
     }
 
     fn allocate_chunk(&self) -> Result<ChunkHandle, TransportError> {
-        let grant = self.pools.allocate_blocking().map_err(|error| match error {
+        let grant = self.nodes.pools.allocate_blocking().map_err(|error| match error {
             // A client over its time budget gets no chunk either; its chunks stay usable.
             pool::Error::OutOfMemory { .. } | pool::Error::OverBudget { .. } => {
                 TransportError::Full
@@ -247,7 +238,7 @@ impl<N: Nic> Transport for PoolTransport<N> {
             chunks.grants[chunk.0 as usize] = None;
             chunks.free.push(chunk.0);
         }
-        match self.pools.free_blocking(grant) {
+        match self.nodes.pools.free_blocking(grant) {
             // Over the budget, the memory node keeps the chunk for this client until it serves the
             // client again, or until the client disconnects. No page is lost.
             Ok(()) | Err(pool::Error::OverBudget { .. }) => Ok(()),
@@ -255,32 +246,63 @@ impl<N: Nic> Transport for PoolTransport<N> {
         }
     }
 
-    fn read(&self, lane: Lane, ios: &[PageIo]) -> Result<(), TransportError> {
-        self.transfer(lane, ios, false)
-    }
-
-    fn read_parts(
+    fn post(
         &self,
         lane: Lane,
-        parts: &[Vec<PageIo>],
-        arrived: &mut dyn FnMut(usize),
-    ) -> Result<(), TransportError> {
-        let start = |ios: &Vec<PageIo>| self.start(lane, ios, false);
-        let started: Vec<_> = parts.iter().map(start).collect::<Result<_, _>>()?;
-        for (number, parts) in started.into_iter().enumerate() {
-            parts.into_iter().try_for_each(|part| self.wait_part(part))?;
-            arrived(number);
+        direction: Direction,
+        ios: &[PageIo],
+    ) -> Result<Ticket, TransportError> {
+        let (nodes, lane) = (&self.nodes, self.lane(lane));
+        let placed: Vec<PlacedGrant> = ios.iter().map(|io| self.grant(io.chunk)).collect();
+        let mut batches = Vec::new();
+        for (index, node) in (0..).map(NodeIndex).zip(&nodes.nodes) {
+            let here = ios.iter().zip(&placed).filter(|(_, placed)| placed.node == index);
+            let (ios, grants): (Vec<PageIo>, Vec<Grant>) =
+                here.map(|(io, placed)| (*io, placed.grant)).unzip();
+            if ios.is_empty() {
+                continue;
+            }
+            let transfers = transfers_of(&ios, &grants);
+            let (batch, reads) = match direction {
+                Direction::Read => {
+                    (node.pool.start_read_batch(&transfers, &node.frames, lane), ios)
+                }
+                Direction::Write => {
+                    nodes.copy_out(index, &ios);
+                    (node.pool.start_write_batch(&transfers, &node.frames, lane), Vec::new())
+                }
+            };
+            let batch = batch.map_err(|error| nodes.failed(index, error))?;
+            batches.push(NodeBatch { node: index, reads, batch });
+        }
+        Ok(Ticket::in_flight(Box::new(Batches { nodes: nodes.clone(), batches })))
+    }
+
+    /// One page, on which a thread waits, is moved without an allocation.
+    fn run(&self, lane: Lane, direction: Direction, ios: &[PageIo]) -> Result<(), TransportError> {
+        let [io] = ios else { return self.post(lane, direction, ios)?.wait() };
+        let PlacedGrant { node: index, grant } = self.grant(io.chunk);
+        let (node, lane) = (&self.nodes.nodes[index.0 as usize], self.lane(lane));
+        let transfer = transfer_of(io, &grant);
+        let done = match direction {
+            Direction::Write => {
+                self.nodes.copy_out(index, ios);
+                node.pool.write_from(&transfer, &node.frames, lane).and_then(|o| o.wait())
+            }
+            Direction::Read => {
+                node.pool.read_into(&transfer, &node.frames, lane).and_then(|o| o.wait())
+            }
+        };
+        done.map_err(|error| self.nodes.failed(index, error))?;
+        if direction == Direction::Read {
+            self.nodes.copy_in(index, ios);
         }
         Ok(())
     }
 
-    fn write(&self, lane: Lane, ios: &[PageIo]) -> Result<(), TransportError> {
-        self.transfer(lane, ios, true)
-    }
-
     fn stats(&self) -> TransportStats {
         let mut stats = TransportStats::default();
-        for Node { pool, .. } in &self.nodes {
+        for Node { pool, .. } in &self.nodes.nodes {
             let allocations = pool.stats().allocations;
             match pool.scheme().needs_cpu() {
                 false => stats.allocations_by_nic += allocations,
@@ -291,7 +313,7 @@ impl<N: Nic> Transport for PoolTransport<N> {
     }
 
     fn descriptors(&self, keep: &mut Vec<i32>) {
-        for Node { pool, .. } in &self.nodes {
+        for Node { pool, .. } in &self.nodes.nodes {
             keep.extend(pool.descriptors());
         }
     }
@@ -308,13 +330,6 @@ fn connect_with_retry(nodes: &[Address]) -> Result<MultiPool, pool::Error> {
             }
             other => return other,
         }
-    }
-}
-
-fn pool_lane(lane: Lane) -> PoolLane {
-    match lane {
-        Lane::Sync => PoolLane(0),
-        Lane::Async => PoolLane(1),
     }
 }
 

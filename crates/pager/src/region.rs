@@ -303,6 +303,14 @@ impl Region {
         self.find(address).unwrap_or_else(|| panic!("{address:#x} is not paged"))
     }
 
+    /// Returns the pages of the region, or of the extent, that contains a page. Takes no lock.
+    pub fn neighbours(&self, page: PageId) -> Range<u32> {
+        if page.0 < self.pages {
+            return 0..self.pages;
+        }
+        self.extents.of(page).map_or(page.0..page.0 + 1, |extent| extent.numbers())
+    }
+
     /// Returns the address of a page, or `None` if the page belongs to no extent any more. Takes no
     /// lock.
     pub fn find_address(&self, page: PageId) -> Option<usize> {

@@ -2,11 +2,11 @@
 
 use crate::errno::{Errno, NEEDS_PROMOTION};
 use crate::mapping::{MapRequest, pages_of};
-use crate::page_table::{Entry, PageId, State};
+use crate::page_table::PageId;
 use crate::pager::Pager;
+use crate::pages::Hand;
 use crate::region::Piece;
-use crate::staging::FrameId;
-use crate::sys::{self, PAGE_BYTES, SignalsBlocked};
+use crate::sys::{PAGE_BYTES, SignalsBlocked};
 
 impl Pager {
     /// Resizes or moves a mapping that begins in paged memory.
@@ -57,7 +57,7 @@ impl Pager {
             // move them.
             return Err(NEEDS_PROMOTION);
         }
-        let prot = if self.evict_lock().contains(range.start) {
+        let prot = if self.unreadable().contains(range.start) {
             libc::PROT_NONE
         } else {
             libc::PROT_READ | libc::PROT_WRITE
@@ -123,11 +123,11 @@ impl Pager {
                 }
             }
         };
-        let evict_lock = self.evict_lock();
+        let mut hand = Hand::default();
         for page in 0..old.min(new) {
-            self.move_page(PageId(range.start + page), PageId(target.start + page));
+            let (from, to) = (PageId(range.start + page), PageId(target.start + page));
+            self.pages.move_page(&mut hand, from, to);
         }
-        drop(evict_lock);
         const MREMAP_DONTUNMAP: i32 = 4;
         if flags & MREMAP_DONTUNMAP != 0 {
             self.drop_pages(range);
@@ -137,57 +137,5 @@ impl Pager {
             self.unmap_outside(&mut space, address, old_bytes)?;
         }
         Ok(self.region.address(PageId(target.start)))
-    }
-
-    /// Moves the content of a page to another. Both have the same protection, and `evict_lock` is
-    /// held.
-    fn move_page(&self, from: PageId, to: PageId) {
-        if self.table.load(from) == Entry::ABSENT {
-            return;
-        }
-        let entry = self.table.lock(from);
-        self.lock_absent(to);
-        let moved = match entry.state() {
-            State::Absent => entry,
-            State::Remote => Entry::remote(entry.slot().expect("a remote page has a slot")),
-            State::Staged => {
-                let frame = entry.frame().expect("a staged page has a frame");
-                self.staging.set_page(FrameId(frame), to);
-                entry
-            }
-            State::Resident => {
-                let (source, target) = (self.region.address(from), self.region.address(to));
-                // SAFETY: a resident page and an absent one, both BUSY by this thread. The source
-                // is dropped after it has been copied; its room passes to the target.
-                let done = unsafe {
-                    self.uffd
-                        .copy_without_wake(target, source, PAGE_BYTES, false)
-                        .map(drop)
-                        .and_then(|()| sys::madvise(source, PAGE_BYTES, libc::MADV_DONTNEED))
-                };
-                if let Err(error) = done {
-                    self.fatal("move a page for mremap", &error);
-                }
-                self.residency().push(&self.table, to, 1);
-                Entry::dirty(entry.slot())
-            }
-        };
-        self.settle(to, moved);
-        self.settle(from, Entry::ABSENT);
-    }
-
-    /// Sets a page of a move's target BUSY and makes sure that it is absent.
-    ///
-    /// Since the target was dropped, read-ahead of the mapping below may have filled the page with
-    /// zeros: the kernel merges neighbouring mappings, and the handler checks only the page table.
-    fn lock_absent(&self, page: PageId) {
-        loop {
-            let entry = self.table.lock(page);
-            if entry.state() == State::Absent {
-                return;
-            }
-            let room = self.drop_run(&[(page, entry)]);
-            self.give_room(room);
-        }
     }
 }

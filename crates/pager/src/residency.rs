@@ -93,7 +93,7 @@ mod tests {
 
     fn make_resident(table: &PageTable, page: u32) {
         table.lock(PageId(page));
-        let _ = table.unlock(PageId(page), Entry::dirty(None));
+        let _ = table.unlock(PageId(page), Entry::resident(None));
     }
 
     #[test]

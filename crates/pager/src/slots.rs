@@ -17,7 +17,13 @@
 //! neither overwritten nor reused while the child of any epoch from the slot's first freeze to its
 //! free lives. So slots return although children overlap without a gap.
 //!
-//! Invariants: a used slot belongs to one page or one frame; `live` is the number of used slots of
+//! Each slot has the fingerprint of its content ([`crate::fingerprint`]).
+//!
+//! Two kinds of slots have no memory. The content of an *inherited* slot is held by the page server of
+//! another process ([`crate::fork`]). A *word* slot is a page that repeats one word, which the index
+//! itself contains.
+//!
+//! Invariants: a used slot belongs to one page or one position; `live` is the number of used slots of
 //! a chunk; a chunk without used slots does not exist.
 
 use std::collections::BTreeMap;
@@ -25,7 +31,7 @@ use std::time::{Duration, Instant};
 
 use crate::page_table::PageId;
 use crate::sys::{PAGE_BYTES, PAGE_SHIFT};
-use crate::transport::{ChunkHandle, Transport, TransportError};
+use crate::transport::ChunkHandle;
 
 /// Index of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -34,6 +40,10 @@ pub struct SlotId(pub u64);
 /// Bit in the index of a slot whose content the page server of another process holds: see
 /// [`crate::fork`].
 const INHERITED: u64 = 1 << 47;
+/// Bit in the index of a slot whose page repeats a word. Two bits below it name the form of the word,
+/// and the lower ones hold it.
+const WORD: u64 = 1 << 46;
+const WORD_BITS: u32 = 44;
 
 impl SlotId {
     /// Returns the slot of a forked child's page whose content its parent's page server holds.
@@ -41,7 +51,41 @@ impl SlotId {
         Self(INHERITED | u64::from(page.0))
     }
 
-    /// Returns the page of such a slot, or `None` for a slot of this process.
+    /// Returns the slot of a page that repeats a word, if the index can hold the word: a repeated
+    /// 32-bit pattern, or a word with 20 leading or 20 trailing zero bits.
+    pub fn word(word: u64) -> Option<Self> {
+        let low = word & u64::from(u32::MAX);
+        let (kind, bits) = if word >> 32 == low {
+            (0, low)
+        } else if word.trailing_zeros() >= 20 {
+            (1, word >> 20)
+        } else if word.leading_zeros() >= 20 {
+            (2, word)
+        } else {
+            return None;
+        };
+        Some(Self(WORD | kind << WORD_BITS | bits))
+    }
+
+    /// Returns the word that the page of a word slot repeats, or `None` for another slot.
+    pub fn as_word(self) -> Option<u64> {
+        if self.0 & (INHERITED | WORD) != WORD {
+            return None;
+        }
+        let bits = self.0 & ((1 << WORD_BITS) - 1);
+        Some(match self.0 >> WORD_BITS & 0b11 {
+            0 => bits << 32 | bits,
+            1 => bits << 20,
+            _ => bits,
+        })
+    }
+
+    /// Returns true if the slot has a place in a chunk.
+    fn has_place(self) -> bool {
+        self.0 & (INHERITED | WORD) == 0
+    }
+
+    /// Returns the page of an inherited slot, or `None` for a slot of this process.
     pub fn inherited_page(self) -> Option<PageId> {
         (self.0 & INHERITED != 0).then_some(PageId(self.0 as u32))
     }
@@ -65,6 +109,17 @@ pub struct Place {
     pub offset_bytes: u32,
 }
 
+/// Source or target of a transfer of one page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// A place in a chunk.
+    Place(Place),
+    /// A page of the parent's page server.
+    Inherited(PageId),
+    /// A repeated word.
+    Word(u64),
+}
+
 /// Location of a chunk that has become empty. The caller frees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Emptied(pub ChunkLocation);
@@ -79,6 +134,8 @@ struct Chunk {
     /// Epoch of the first freeze of each slot, 0 for a slot that was never frozen. Empty if that
     /// is so for all.
     frozen: Vec<u32>,
+    /// Fingerprints of the content of used slots, 0 for a slot without.
+    prints: Vec<u128>,
     live: u32,
 }
 
@@ -161,11 +218,11 @@ impl Slots {
         1 << self.pages_log2
     }
 
-    /// Allocates a slot, adjacent to the previously allocated one where possible.
-    ///
-    /// # Errors
-    /// [`TransportError::Gone`]. A full pool is not an error: the overflow file is used then.
-    pub fn allocate(&mut self, transport: &dyn Transport) -> Result<SlotId, TransportError> {
+    /// Allocates a slot, adjacent to the previously allocated one where possible. Returns `None` if
+    /// no chunk has room: the caller adds one, by [`Slots::add_pool_chunk`] or, if
+    /// [`Slots::wants_pool`] is false, by [`Slots::add_overflow_chunk`]. So the lock of the slots is
+    /// not held while the pool allocates.
+    pub fn allocate(&mut self) -> Option<SlotId> {
         loop {
             if let Some(index) = self.open {
                 let pages = self.chunk_pages();
@@ -179,59 +236,93 @@ impl Slots {
                         chunk.frozen[page as usize] = self.epoch.0;
                     }
                     self.cursor = page + 1;
-                    return Ok(SlotId(u64::from(index) << self.pages_log2 | u64::from(page)));
+                    return Some(SlotId(u64::from(index) << self.pages_log2 | u64::from(page)));
                 }
             }
-            self.open_chunk(transport)?;
+            self.cursor = 0;
+            // The emptiest chunk if at least a quarter of it is free; any, if the pool is full.
+            let wanted = if self.wants_pool() { (self.chunk_pages() / 4).max(1) } else { 1 };
+            self.open = self.roomy(wanted);
+            self.open?;
         }
     }
 
-    /// Opens the emptiest chunk if at least a quarter of it is free, otherwise a new one.
-    fn open_chunk(&mut self, transport: &dyn Transport) -> Result<(), TransportError> {
+    /// Returns the emptiest chunk with at least `wanted` free slots.
+    fn roomy(&self, wanted: u32) -> Option<u32> {
+        let pages = self.chunk_pages();
+        self.chunks
+            .iter()
+            .enumerate()
+            .filter_map(|(index, chunk)| chunk.as_ref().map(|c| (index as u32, c.live)))
+            .filter(|&(_, live)| pages - live >= wanted)
+            .min_by_key(|&(_, live)| live)
+            .map(|(index, _)| index)
+    }
+
+    /// Returns true if the pool is to be asked for a chunk: false for a while after it was full.
+    pub fn wants_pool(&self) -> bool {
+        self.full_since.is_none_or(|since| since.elapsed() >= FULL_RETRY_INTERVAL)
+    }
+
+    /// Adds a chunk of the pool, from which the next slots are allocated.
+    pub fn add_pool_chunk(&mut self, handle: ChunkHandle) {
+        self.full_since = None;
+        self.pool_chunks += 1;
         self.cursor = 0;
-        let roomy = |wanted: u32, this: &Self| {
-            let pages = this.chunk_pages();
-            this.chunks
-                .iter()
-                .enumerate()
-                .filter_map(|(index, chunk)| chunk.as_ref().map(|c| (index as u32, c.live)))
-                .filter(|&(_, live)| pages - live >= wanted)
-                .min_by_key(|&(_, live)| live)
-                .map(|(index, _)| index)
-        };
-        if let Some(index) = roomy((self.chunk_pages() / 4).max(1), self) {
-            self.open = Some(index);
-            return Ok(());
-        }
-        if self.full_since.is_none_or(|since| since.elapsed() >= FULL_RETRY_INTERVAL) {
-            match transport.allocate_chunk() {
-                Ok(handle) => {
-                    self.full_since = None;
-                    self.pool_chunks += 1;
-                    self.open = Some(self.add_chunk(ChunkLocation::Pool(handle)));
-                    return Ok(());
-                }
-                Err(TransportError::Full) => self.full_since = Some(Instant::now()),
-                Err(gone) => return Err(gone),
-            }
-        }
-        self.open = Some(match roomy(1, self) {
-            Some(index) => index,
-            None => {
-                let stretch = self.overflow_free.pop().unwrap_or_else(|| {
-                    self.overflow_next += 1;
-                    self.overflow_next - 1
-                });
-                self.overflow_chunks += 1;
-                self.add_chunk(ChunkLocation::Overflow(stretch))
-            }
+        self.open = Some(self.add_chunk(ChunkLocation::Pool(handle)));
+    }
+
+    /// Notes that the pool is full.
+    pub fn note_full(&mut self) {
+        self.full_since = Some(Instant::now());
+    }
+
+    /// Adds a chunk of the overflow file, from which the next slots are allocated.
+    pub fn add_overflow_chunk(&mut self) {
+        let stretch = self.overflow_free.pop().unwrap_or_else(|| {
+            self.overflow_next += 1;
+            self.overflow_next - 1
         });
-        Ok(())
+        self.overflow_chunks += 1;
+        self.cursor = 0;
+        self.open = Some(self.add_chunk(ChunkLocation::Overflow(stretch)));
+    }
+
+    /// Notes that a stretch of the overflow file is free: the caller has freed the location that
+    /// [`Slots::free`] returned. Before, a new chunk there would lose its content.
+    pub fn note_freed(&mut self, stretch: u32) {
+        self.overflow_free.push(stretch);
+    }
+
+    /// Records the fingerprint of the content that is written to a slot.
+    pub fn set_print(&mut self, slot: SlotId, print: u128) {
+        let (index, page) = self.split(slot);
+        let chunk = self.chunks[index].as_mut().expect("a slot's chunk exists");
+        chunk.prints[page as usize] = print;
+    }
+
+    /// Returns the fingerprint of a slot's content, if it is known.
+    pub fn print(&self, slot: SlotId) -> Option<u128> {
+        if !slot.has_place() {
+            return None;
+        }
+        let (index, page) = self.split(slot);
+        let print = self.chunks[index].as_ref().expect("a slot's chunk exists").prints[page as usize];
+        (print != 0).then_some(print)
+    }
+
+    /// Returns the source of a slot's content.
+    pub fn source(&self, slot: SlotId) -> Source {
+        match (slot.inherited_page(), slot.as_word()) {
+            (Some(page), _) => Source::Inherited(page),
+            (None, Some(word)) => Source::Word(word),
+            (None, None) => Source::Place(self.place(slot)),
+        }
     }
 
     fn add_chunk(&mut self, location: ChunkLocation) -> u32 {
         let words = (self.chunk_pages() as usize).div_ceil(64);
-        let chunk = Chunk { location, used: vec![0; words], frozen: Vec::new(), live: 0 };
+        let chunk = Chunk { location, used: vec![0; words], frozen: Vec::new(), prints: vec![0; self.chunk_pages() as usize], live: 0 };
         match self.vacant.pop() {
             Some(index) => {
                 self.chunks[index as usize] = Some(chunk);
@@ -258,7 +349,7 @@ impl Slots {
 
     /// Returns true if the slot must not be overwritten.
     pub fn is_frozen(&self, slot: SlotId) -> bool {
-        slot.inherited_page().is_some() || self.is_needed(self.first_freeze(slot), self.epoch)
+        !slot.has_place() || self.is_needed(self.first_freeze(slot), self.epoch)
     }
 
     /// Returns the epoch of the slot's first freeze, 0 if it was never frozen.
@@ -281,6 +372,9 @@ impl Slots {
             self.inherited -= 1;
             return None;
         }
+        if !slot.has_place() {
+            return None;
+        }
         let first = self.first_freeze(slot);
         if self.is_needed(first, self.epoch) {
             self.deferred.push(Deferred { slot, epochs: first..=self.epoch });
@@ -294,6 +388,7 @@ impl Slots {
         let chunk = self.chunks[index].as_mut().expect("a slot's chunk exists");
         assert!(get(&chunk.used, page), "{slot:?} is freed twice");
         set(&mut chunk.used, page, false);
+        chunk.prints[page as usize] = 0;
         if let Some(first) = chunk.frozen.get_mut(page as usize) {
             *first = 0;
         }
@@ -309,10 +404,7 @@ impl Slots {
         }
         match location {
             ChunkLocation::Pool(_) => self.pool_chunks -= 1,
-            ChunkLocation::Overflow(stretch) => {
-                self.overflow_chunks -= 1;
-                self.overflow_free.push(stretch);
-            }
+            ChunkLocation::Overflow(_) => self.overflow_chunks -= 1,
         }
         // The pool has free memory again once this chunk is freed.
         self.full_since = None;
@@ -417,6 +509,8 @@ fn free_page(used: &[u64], from: u32, pages: u32) -> Option<u32> {
 mod tests {
     use super::*;
     use crate::store::FileTransport;
+    use crate::transport::Transport;
+    use super::edges;
     use proptest::prelude::*;
     use std::collections::HashSet;
 
@@ -436,12 +530,12 @@ mod tests {
     fn consecutive_allocations_are_adjacent() {
         let pool = pool(4);
         let mut slots = Slots::new(1 << 20);
-        let first = slots.allocate(&pool).unwrap();
+        let first = edges::allocate_one(&mut slots, &pool);
         for page in 1..256 {
-            assert_eq!(slots.allocate(&pool).unwrap().0, first.0 + page);
+            assert_eq!(edges::allocate_one(&mut slots, &pool).0, first.0 + page);
         }
         assert_eq!(pool.chunks_held(), 1);
-        slots.allocate(&pool).unwrap();
+        edges::allocate_one(&mut slots, &pool);
         assert_eq!(pool.chunks_held(), 2);
     }
 
@@ -449,7 +543,7 @@ mod tests {
     fn full_pool_overflows_and_is_tried_again() {
         let pool = pool(1);
         let mut slots = Slots::new(1 << 20);
-        let allocated: Vec<_> = (0..300).map(|_| slots.allocate(&pool).unwrap()).collect();
+        let allocated: Vec<_> = (0..300).map(|_| edges::allocate_one(&mut slots, &pool)).collect();
         assert_eq!(slots.held(), (1, 1));
         assert!(matches!(slots.place(allocated[299]).location, ChunkLocation::Overflow(0)));
         for &slot in &allocated[..256] {
@@ -457,7 +551,7 @@ mod tests {
         }
         assert_eq!((slots.held(), pool.chunks_held()), ((0, 1), 0));
         for _ in 0..256 {
-            slots.allocate(&pool).unwrap();
+            edges::allocate_one(&mut slots, &pool);
         }
         assert_eq!(slots.held(), (1, 1), "the pool is used again once it has room");
     }
@@ -466,15 +560,15 @@ mod tests {
     fn frozen_slots_are_not_reused_while_a_child_needs_them() {
         let pool = pool(8);
         let mut slots = Slots::new(1 << 20);
-        let old = slots.allocate(&pool).unwrap();
+        let old = edges::allocate_one(&mut slots, &pool);
         let epoch = slots.freeze();
-        let during = slots.allocate(&pool).unwrap();
+        let during = edges::allocate_one(&mut slots, &pool);
         assert!(slots.is_frozen(during));
         slots.end_freezing();
-        let new = slots.allocate(&pool).unwrap();
+        let new = edges::allocate_one(&mut slots, &pool);
         assert!(slots.is_frozen(old) && !slots.is_frozen(new));
         assert_eq!((slots.free(old), slots.free(during)), (None, None));
-        let mut later: Vec<_> = (0..400).map(|_| slots.allocate(&pool).unwrap()).collect();
+        let mut later: Vec<_> = (0..400).map(|_| edges::allocate_one(&mut slots, &pool)).collect();
         assert!(!later.contains(&old) && !later.contains(&during));
         assert_eq!(slots.remove_dependent(epoch), []);
         assert!(!slots.is_frozen(new));
@@ -487,6 +581,23 @@ mod tests {
 
     proptest! {
         #[test]
+        fn words_are_kept_exactly(word: u64, shift in 0u32..64, kind in 0u8..4) {
+            let word = match kind {
+                0 => word << shift,
+                1 => word >> shift,
+                2 => (word & 0xffff_ffff) << 32 | word & 0xffff_ffff,
+                _ => word,
+            };
+            if let Some(slot) = SlotId::word(word) {
+                prop_assert_eq!(slot.as_word(), Some(word));
+                prop_assert_eq!(slot.inherited_page(), None);
+                prop_assert!(slot.0 < 1 << 48, "the page table holds 48 bits");
+            } else {
+                prop_assert!(word.leading_zeros() < 20 && word.trailing_zeros() < 20);
+            }
+        }
+
+        #[test]
         fn slots_are_unique_and_empty_chunks_are_freed(
             steps in prop::collection::vec(0u32..1000, 1..800)
         ) {
@@ -495,7 +606,7 @@ mod tests {
             let mut held: Vec<SlotId> = Vec::new();
             for step in steps {
                 if step < 700 || held.is_empty() {
-                    for _ in 0..step % 7 { held.push(slots.allocate(&pool).unwrap()); }
+                    for _ in 0..step % 7 { held.push(edges::allocate_one(&mut slots, &pool)); }
                 } else {
                     let slot = held.swap_remove(step as usize % held.len());
                     free_location(&pool, slots.free(slot));

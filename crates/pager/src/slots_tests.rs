@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::store::FileTransport;
+use crate::transport::Transport;
 use proptest::prelude::*;
 
 /// Pages of a chunk of 1 MiB.
@@ -12,7 +13,20 @@ fn pool(chunks: u32) -> FileTransport {
 }
 
 fn allocate(slots: &mut Slots, pool: &FileTransport, count: usize) -> Vec<SlotId> {
-    (0..count).map(|_| slots.allocate(pool).unwrap()).collect()
+    (0..count).map(|_| allocate_one(slots, pool)).collect()
+}
+
+pub(super) fn allocate_one(slots: &mut Slots, pool: &FileTransport) -> SlotId {
+    loop {
+        if let Some(slot) = slots.allocate() {
+            return slot;
+        }
+        match slots.wants_pool().then(|| pool.allocate_chunk()) {
+            Some(Ok(handle)) => slots.add_pool_chunk(handle),
+            Some(Err(_)) => slots.note_full(),
+            None => slots.add_overflow_chunk(),
+        }
+    }
 }
 
 #[test]
@@ -60,9 +74,9 @@ fn slot_location_follows_from_its_index() {
 fn next_slot_follows_the_last_one_even_if_that_was_freed() {
     let pool = pool(1);
     let mut slots = Slots::new(1 << 20);
-    let [first, second] = [0; 2].map(|_| slots.allocate(&pool).unwrap());
+    let [first, second] = [0; 2].map(|_| allocate_one(&mut slots, &pool));
     assert_eq!(slots.free(second), None);
-    assert_eq!(slots.allocate(&pool).unwrap().0, first.0 + 2);
+    assert_eq!(allocate_one(&mut slots, &pool).0, first.0 + 2);
 }
 
 #[test]
@@ -74,7 +88,7 @@ fn chunk_is_reused_when_a_quarter_of_it_is_free() {
         for slot in &allocated[..freed] {
             assert_eq!(slots.free(*slot), None);
         }
-        slots.allocate(&pool).unwrap();
+        allocate_one(&mut slots, &pool);
         assert_eq!(slots.held(), (chunks, 0), "{freed} were free");
     }
 }
@@ -117,7 +131,7 @@ fn chunks_emptied_while_frozen_are_freed_with_the_last_child() {
 fn slots_are_freed_although_children_overlap() {
     let pool = pool(4);
     let mut slots = Slots::new(1 << 20);
-    let mut page = slots.allocate(&pool).unwrap();
+    let mut page = allocate_one(&mut slots, &pool);
     let mut previous = slots.freeze();
     slots.end_freezing();
     for _ in 0..10_000 {
@@ -125,7 +139,7 @@ fn slots_are_freed_although_children_overlap() {
         // one ends.
         assert!(slots.is_frozen(page));
         assert_eq!(slots.free(page), None);
-        page = slots.allocate(&pool).unwrap();
+        page = allocate_one(&mut slots, &pool);
         assert!(!slots.is_frozen(page), "no child has seen this slot");
         let next = slots.freeze();
         slots.end_freezing();
@@ -140,11 +154,11 @@ fn slots_are_freed_although_children_overlap() {
 fn old_child_keeps_only_the_slots_of_its_fork() {
     let pool = pool(4);
     let mut slots = Slots::new(1 << 20);
-    let old = slots.allocate(&pool).unwrap();
+    let old = allocate_one(&mut slots, &pool);
     let daemon = slots.freeze();
     slots.end_freezing();
     assert_eq!(slots.free(old), None);
-    let newer = slots.allocate(&pool).unwrap();
+    let newer = allocate_one(&mut slots, &pool);
     let short = slots.freeze();
     slots.add_dependent(short);
     slots.end_freezing();
@@ -172,7 +186,7 @@ proptest! {
         for (kind, at) in steps {
             match kind {
                 0 => {
-                    let slot = slots.allocate(&pool).unwrap();
+                    let slot = allocate_one(&mut slots, &pool);
                     prop_assert!(!children.iter().any(|(_, needs)| needs.contains(&slot)));
                     prop_assert!(!slots.is_frozen(slot));
                     held.push(slot);

@@ -47,7 +47,7 @@ pub enum Counter {
     PagesIn,
     /// Of `PagesIn`, pages that were read ahead.
     PagesReadAhead,
-    /// Pages mapped back from staging.
+    /// Pages mapped back from the shelf that had been taken out.
     PagesRestored,
     /// Pages written to slots.
     PagesOut,
@@ -57,7 +57,7 @@ pub enum Counter {
     PagesCleanEvicted,
     /// Pages that were evicted all zero, without a slot.
     PagesZeroEvicted,
-    /// Faults that waited for the evictor.
+    /// Faults that waited for the worker.
     FaultsStalled,
     /// Gauge: chunks held in the pool.
     PoolChunks,
@@ -117,6 +117,10 @@ pub enum Counter {
     DirectProcesses,
     /// 1 in a process whose handler CPU-bound threads do not delay: it has SCHED_RR.
     HandlersRealTime,
+    /// Pages that were evicted as one repeated word, without a slot.
+    PagesWordEvicted,
+    /// Pages mapped from a repeated word.
+    PagesWordMapped,
 }
 
 /// The live counters of this process.
@@ -478,7 +482,7 @@ impl fmt::Display for Summary {
         )?;
         writeln!(
             f,
-            "  pages in      {:>12}   {} of them read ahead; {} more mapped back from staging",
+            "  pages in      {:>12}   {} of them read ahead; {} more mapped back from the shelf",
             self.get(PagesIn),
             self.get(PagesReadAhead),
             self.get(PagesRestored)

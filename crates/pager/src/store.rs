@@ -24,18 +24,19 @@ use crate::descriptor;
 use crate::seal::Sealer;
 use crate::sys::{self, PAGE_BYTES};
 use crate::transport::{
-    ChunkHandle, Lane, PageIo, StagingMemory, Transport, TransportError, TransportStats,
+    ChunkHandle, Direction, FrameMemory, Lane, PageIo, Ticket, Transport, TransportError,
+    TransportStats,
 };
 
 /// A file of pages.
 pub struct FileStore {
     file: File,
-    staging: StagingMemory,
+    frames: FrameMemory,
     /// Seals pages of a file on disk; `None` for a memfd.
     sealer: Option<Sealer>,
 }
 
-// SAFETY: the staging base is only used to address frames that the caller of `read` and `write`
+// SAFETY: the frames' base is only used to address frames that the caller of `read` and `write`
 // owns during the call.
 unsafe impl Send for FileStore {}
 // SAFETY: as above; the file is used with positioned reads and writes only.
@@ -43,18 +44,18 @@ unsafe impl Sync for FileStore {}
 
 impl FileStore {
     /// Creates an unlinked file in `directory`, sealed.
-    pub fn unlinked(directory: &Path, staging: StagingMemory) -> io::Result<Self> {
+    pub fn unlinked(directory: &Path, memory: FrameMemory) -> io::Result<Self> {
         let file = OpenOptions::new()
             .read(true)
             .write(true)
             .custom_flags(libc::O_TMPFILE | libc::O_CLOEXEC)
             .mode(0o600)
             .open(directory)?;
-        Ok(Self { file, staging, sealer: Some(Sealer::new()?) })
+        Ok(Self { file, frames: memory, sealer: Some(Sealer::new()?) })
     }
 
     /// Creates an anonymous memory file.
-    pub fn memory(staging: StagingMemory) -> io::Result<Self> {
+    pub fn memory(memory: FrameMemory) -> io::Result<Self> {
         // SAFETY: the name is a C string; this function owns the returned descriptor.
         let fd = unsafe { libc::memfd_create(c"granary-store".as_ptr(), libc::MFD_CLOEXEC) };
         if fd < 0 {
@@ -62,7 +63,7 @@ impl FileStore {
         }
         // SAFETY: just created.
         let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
-        Ok(Self { file, staging, sealer: None })
+        Ok(Self { file, frames: memory, sealer: None })
     }
 
     /// Moves the descriptor to a high number, where the program does not use or close it.
@@ -78,9 +79,9 @@ impl FileStore {
     }
 
     fn frames(&self, frame: u32, pages: u16) -> (*mut u8, usize) {
-        assert!(frame + u32::from(pages) <= self.staging.frames);
-        // SAFETY: in bounds of the staging memory.
-        let start = unsafe { self.staging.base.add(frame as usize * PAGE_BYTES) };
+        assert!(frame + u32::from(pages) <= self.frames.frames);
+        // SAFETY: in bounds of the frames.
+        let start = unsafe { self.frames.base.add(frame as usize * PAGE_BYTES) };
         (start, usize::from(pages) * PAGE_BYTES)
     }
 
@@ -177,7 +178,7 @@ impl FileTransport {
     }
 
     /// Opens the store that `spec` names (`file:DIRECTORY` or `memory:SIZE[,gone-after=N]`), with
-    /// `frames` frames of staging.
+    /// `frames` frames.
     pub fn open(spec: &str, frames: u32) -> Result<Self, crate::Error> {
         let bad = |why: &str| crate::Error::Setting {
             name: "GRANARY_POOL",
@@ -185,14 +186,14 @@ impl FileTransport {
             why: why.into(),
         };
         let base = sys::map_anonymous(frames as usize * PAGE_BYTES).map_err(|source| {
-            crate::Error::System { what: "map the staging memory".into(), source }
+            crate::Error::System { what: "map the frames".into(), source }
         })?;
-        let staging = StagingMemory { base: base as *mut u8, frames };
+        let memory = FrameMemory { base: base as *mut u8, frames };
         let system =
             |source| crate::Error::System { what: format!("open the store {spec}"), source };
         let mut gone_after = u64::MAX;
         let (mut store, capacity) = if let Some(directory) = spec.strip_prefix("file:") {
-            (FileStore::unlinked(Path::new(directory), staging).map_err(system)?, u32::MAX)
+            (FileStore::unlinked(Path::new(directory), memory).map_err(system)?, u32::MAX)
         } else if let Some(size) = spec.strip_prefix("memory:") {
             let (size, fault) = size.split_once(',').map_or((size, None), |(s, f)| (s, Some(f)));
             if let Some(fault) = fault {
@@ -204,7 +205,7 @@ impl FileTransport {
             let bytes = crate::config::parse_size(size)
                 .ok_or_else(|| bad("expected a size such as 512MiB after memory:"))?;
             let chunks = (bytes / Self::CHUNK_BYTES as u64).min(u64::from(u32::MAX)) as u32;
-            (FileStore::memory(staging).map_err(system)?, chunks)
+            (FileStore::memory(memory).map_err(system)?, chunks)
         } else {
             return Err(bad("expected file:DIRECTORY or memory:SIZE"));
         };
@@ -260,8 +261,8 @@ impl Transport for FileTransport {
         self.chunk_bytes
     }
 
-    fn staging(&self) -> StagingMemory {
-        self.store.staging
+    fn frames(&self) -> FrameMemory {
+        self.store.frames
     }
 
     fn allocate_chunk(&self) -> Result<ChunkHandle, TransportError> {
@@ -284,12 +285,18 @@ impl Transport for FileTransport {
         Ok(())
     }
 
-    fn read(&self, _lane: Lane, ios: &[PageIo]) -> Result<(), TransportError> {
-        self.transfer(ios, FileStore::read)
-    }
-
-    fn write(&self, _lane: Lane, ios: &[PageIo]) -> Result<(), TransportError> {
-        self.transfer(ios, FileStore::write)
+    /// Does the transfers at once.
+    fn post(
+        &self,
+        _lane: Lane,
+        direction: Direction,
+        ios: &[PageIo],
+    ) -> Result<Ticket, TransportError> {
+        match direction {
+            Direction::Read => self.transfer(ios, FileStore::read)?,
+            Direction::Write => self.transfer(ios, FileStore::write)?,
+        }
+        Ok(Ticket::complete())
     }
 
     fn stats(&self) -> TransportStats {
@@ -303,11 +310,11 @@ impl Transport for FileTransport {
 
 impl Drop for FileTransport {
     fn drop(&mut self) {
-        // SAFETY: this transport owns the staging memory, and its user is gone.
+        // SAFETY: this transport owns the frames, and its user is gone.
         unsafe {
-            let staging = self.store.staging;
-            let bytes = staging.frames as usize * PAGE_BYTES;
-            let _ = sys::unmap_anonymous(staging.base as usize, bytes);
+            let memory = self.store.frames;
+            let bytes = memory.frames as usize * PAGE_BYTES;
+            let _ = sys::unmap_anonymous(memory.base as usize, bytes);
         }
     }
 }
@@ -318,7 +325,7 @@ mod tests {
 
     fn store(frames: u32) -> FileStore {
         let base = sys::map_anonymous(frames as usize * PAGE_BYTES).unwrap() as *mut u8;
-        FileStore::unlinked(&std::env::temp_dir(), StagingMemory { base, frames }).unwrap()
+        FileStore::unlinked(&std::env::temp_dir(), FrameMemory { base, frames }).unwrap()
     }
 
     /// Sets the content of a frame.

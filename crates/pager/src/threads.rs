@@ -1,8 +1,7 @@
-//! The pager's threads: start-up, and the test whether a thread is the pager's.
+//! Start of the pager's threads.
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use crate::pager::Pager;
 use crate::spawn::spawn;
@@ -26,12 +25,14 @@ impl Pager {
         let exit_socket = self.forks.open_exit_socket().map_err(system)?;
         let exit_socket_fd = exit_socket.as_raw_fd();
         let mut transports = Vec::new();
-        self.transport.descriptors(&mut transports);
+        self.pages.backing.descriptors(&mut transports);
+        self.pages.memory.descriptors(&mut transports);
         let handler = move || {
             let mut keep = vec![pager.uffd.as_raw_fd(), exit_socket_fd];
-            pager.transport.descriptors(&mut keep);
+            pager.pages.backing.descriptors(&mut keep);
+            pager.pages.memory.descriptors(&mut keep);
             pager.enter();
-            let result = descriptor::own_table(&keep).and_then(|()| pager.start_evictor());
+            let result = descriptor::own_table(&keep).and_then(|()| pager.start_worker());
             let failed = result.is_err();
             let _ = ready.send(result);
             drop(ready);
@@ -58,12 +59,12 @@ impl Pager {
         }
     }
 
-    /// Starts the evictor thread, which shares the calling thread's descriptor table.
-    pub(crate) fn start_evictor(self: &Arc<Self>) -> std::io::Result<()> {
+    /// Starts the worker thread, which shares the calling thread's descriptor table.
+    pub(crate) fn start_worker(self: &Arc<Self>) -> std::io::Result<()> {
         let pager = self.clone();
-        spawn("granary-evictor", move || {
+        spawn("granary-worker", move || {
             pager.enter();
-            pager.evictor();
+            pager.worker();
         })
     }
 
@@ -72,19 +73,5 @@ impl Pager {
         if let Some(enter) = self.enter.get() {
             enter();
         }
-    }
-
-    /// Registers the calling thread as one that touches the program's pages.
-    pub(crate) fn note_thread(&self) {
-        let id = sys::thread_id();
-        let noted = self.threads.iter().any(|thread| {
-            thread.compare_exchange(0, id, Ordering::AcqRel, Ordering::Acquire).is_ok()
-        });
-        assert!(noted, "there is one evictor and one handler");
-    }
-
-    /// Returns true for a thread that has called [`Pager::note_thread`].
-    pub(crate) fn is_own_thread(&self, id: u32) -> bool {
-        self.threads.iter().any(|thread| thread.load(Ordering::Acquire) == id)
     }
 }

@@ -1,9 +1,11 @@
 //! Interface between the pager and its backing memory: chunks, and transfers of pages to and from
 //! them.
 //!
-//! The pager moves pages between *frames* of 4 KiB and *chunks*. Frames are parts of the staging
-//! memory, which the transport supplies because its NIC must be able to access it. The transport
-//! allocates the chunks.
+//! The pager moves pages between *frames* of 4 KiB and *chunks*. Frames are memory that the transport
+//! supplies, because its NIC must be able to access it. The transport allocates the chunks.
+//!
+//! Transfers are split-phase: [`Transport::post`] starts them and returns a [`Ticket`], which is
+//! polled or waited for.
 
 use thiserror::Error;
 
@@ -24,13 +26,28 @@ pub struct PageIo {
     pub pages: u16,
 }
 
-/// Priority class of a transfer (OneSidedMW §5.1).
+/// Index of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct FrameId(pub u32);
+
+/// Direction of a transfer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From a chunk to frames.
+    Read,
+    /// From frames to a chunk.
+    Write,
+}
+
+/// Priority class of a transfer (OneSidedMW §5.1, with a lane of its own for write-back).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lane {
-    /// A thread waits for this one page.
-    Sync,
-    /// Read-ahead and write-back, in batches.
-    Async,
+    /// A thread waits for this page.
+    Demand,
+    /// Pages that are read ahead.
+    Prefetch,
+    /// Pages that are written back.
+    WriteBack,
 }
 
 /// Errors of a transport.
@@ -44,13 +61,60 @@ pub enum TransportError {
     Gone(String),
 }
 
-/// Memory whose frames the transport can access.
+/// The frames.
 #[derive(Clone, Copy, Debug)]
-pub struct StagingMemory {
+pub struct FrameMemory {
     /// First byte of frame 0: page-aligned, mapped as long as the transport lives.
     pub base: *mut u8,
     /// Number of frames.
     pub frames: u32,
+}
+
+/// Transfers in flight.
+pub trait InFlight: Send {
+    /// Returns true if the transfers are complete. Makes no system call.
+    fn poll(&mut self) -> Result<bool, TransportError>;
+
+    /// Waits until the transfers are complete: spins, then sleeps.
+    fn wait(self: Box<Self>) -> Result<(), TransportError>;
+}
+
+/// Transfers that were posted together. A ticket whose transfers are in flight must not be dropped:
+/// the NIC may still access the frames.
+#[must_use = "the transfers may still be in flight"]
+pub struct Ticket(Option<Box<dyn InFlight>>);
+
+impl Ticket {
+    /// A ticket of transfers that are complete.
+    pub fn complete() -> Self {
+        Self(None)
+    }
+
+    /// A ticket of transfers in flight.
+    pub fn in_flight(transfers: Box<dyn InFlight>) -> Self {
+        Self(Some(transfers))
+    }
+
+    /// Returns true if the transfers are complete. Makes no system call.
+    ///
+    /// # Errors
+    /// [`TransportError::Gone`].
+    pub fn poll(&mut self) -> Result<bool, TransportError> {
+        let Some(transfers) = &mut self.0 else { return Ok(true) };
+        let done = transfers.poll()?;
+        if done {
+            self.0 = None;
+        }
+        Ok(done)
+    }
+
+    /// Waits until the transfers are complete.
+    ///
+    /// # Errors
+    /// [`TransportError::Gone`].
+    pub fn wait(self) -> Result<(), TransportError> {
+        self.0.map_or(Ok(()), InFlight::wait)
+    }
 }
 
 /// Counters of a transport.
@@ -64,8 +128,7 @@ pub struct TransportStats {
     pub is_direct: bool,
 }
 
-/// Backing memory of a pager. Each call blocks until all its transfers are done. The handler, the
-/// evictor and the program's threads call concurrently.
+/// Backing memory of a pager. The handler, the worker and the program's threads call concurrently.
 ///
 /// Implementations run inside the program's process. They must not touch the program's memory,
 /// allocate with its allocator, or rely on descriptors that the program can close.
@@ -73,8 +136,8 @@ pub trait Transport: Send + Sync {
     /// Bytes of a chunk: a power of two, at least a page, at most 1 GiB.
     fn chunk_bytes(&self) -> usize;
 
-    /// Returns the staging memory, always the same.
-    fn staging(&self) -> StagingMemory;
+    /// Returns the frames, always the same.
+    fn frames(&self) -> FrameMemory;
 
     /// Allocates a chunk. Its content is unspecified until written.
     fn allocate_chunk(&self) -> Result<ChunkHandle, TransportError>;
@@ -82,27 +145,18 @@ pub trait Transport: Send + Sync {
     /// Frees a chunk. The caller no longer reads or writes it.
     fn free_chunk(&self, chunk: ChunkHandle) -> Result<(), TransportError>;
 
-    /// Reads pages from chunks into frames.
-    fn read(&self, lane: Lane, ios: &[PageIo]) -> Result<(), TransportError>;
-
-    /// Reads pages into frames part by part. Starts all parts at once and calls `arrived` with the
-    /// number of each part, in order, when the part is complete; later parts may still be in flight
-    /// then.
-    fn read_parts(
+    /// Starts transfers. May wait for room in the send queue, but not for a transfer.
+    fn post(
         &self,
         lane: Lane,
-        parts: &[Vec<PageIo>],
-        arrived: &mut dyn FnMut(usize),
-    ) -> Result<(), TransportError> {
-        for (part, ios) in parts.iter().enumerate() {
-            self.read(lane, ios)?;
-            arrived(part);
-        }
-        Ok(())
-    }
+        direction: Direction,
+        ios: &[PageIo],
+    ) -> Result<Ticket, TransportError>;
 
-    /// Writes pages from frames to chunks.
-    fn write(&self, lane: Lane, ios: &[PageIo]) -> Result<(), TransportError>;
+    /// Runs transfers and waits for them.
+    fn run(&self, lane: Lane, direction: Direction, ios: &[PageIo]) -> Result<(), TransportError> {
+        self.post(lane, direction, ios)?.wait()
+    }
 
     /// Returns the counters.
     fn stats(&self) -> TransportStats;

@@ -26,6 +26,8 @@ const COPY_MODE_DONTWAKE: u64 = 1 << 0;
 const COPY_MODE_WP: u64 = 1 << 1;
 const WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 const WRITEPROTECT_MODE_DONTWAKE: u64 = 1 << 1;
+const MOVE_MODE_DONTWAKE: u64 = 1 << 0;
+const MOVE_MODE_ALLOW_SRC_HOLES: u64 = 1 << 1;
 
 const EVENT_PAGEFAULT: u8 = 0x12;
 const EVENT_FORK: u8 = 0x13;
@@ -44,6 +46,7 @@ const IOCTL_UNREGISTER: u64 = ioctl_number(READ, 0x01, size_of::<RangeArg>());
 const IOCTL_WAKE: u64 = ioctl_number(READ, 0x02, size_of::<RangeArg>());
 const IOCTL_COPY: u64 = ioctl_number(READ_WRITE, 0x03, size_of::<CopyArg>());
 const IOCTL_ZEROPAGE: u64 = ioctl_number(READ_WRITE, 0x04, size_of::<ZeropageArg>());
+const IOCTL_MOVE: u64 = ioctl_number(READ_WRITE, 0x05, size_of::<MoveArg>());
 const IOCTL_WRITEPROTECT: u64 = ioctl_number(READ_WRITE, 0x06, size_of::<WriteprotectArg>());
 /// `USERFAULTFD_IOC_NEW` of `/dev/userfaultfd`.
 const IOCTL_NEW: u64 = 0xAA << 8;
@@ -79,6 +82,14 @@ struct ZeropageArg {
     range: RangeArg,
     mode: u64,
     zeroed: i64,
+}
+#[repr(C)]
+struct MoveArg {
+    dst: u64,
+    src: u64,
+    len: u64,
+    mode: u64,
+    moved: i64,
 }
 #[repr(C)]
 struct WriteprotectArg {
@@ -127,6 +138,15 @@ pub struct Features {
     pub fork_events: bool,
 }
 
+/// Options of [`Uffd::move_pages`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct MoveOptions {
+    /// Wake the threads that wait for pages of the target.
+    pub wake: bool,
+    /// Count missing pages of the source as moved.
+    pub holes: bool,
+}
+
 /// A userfaultfd descriptor.
 #[derive(Debug)]
 pub struct Uffd {
@@ -172,6 +192,57 @@ impl Uffd {
             ioctls: 0,
         };
         ioctl(self.fd.as_raw_fd(), IOCTL_REGISTER, &mut argument)
+    }
+
+    /// Registers `[start, start + len)` as a target of [`Uffd::move_pages`] whose missing pages the
+    /// kernel fills with zeros, as in ordinary memory.
+    ///
+    /// # Safety
+    /// The caller owns the range.
+    pub unsafe fn register_target(&self, start: usize, len: usize) -> io::Result<()> {
+        let range = range(start, len);
+        let mut argument = RegisterArg { range, mode: REGISTER_MODE_WP, ioctls: 0 };
+        ioctl(self.fd.as_raw_fd(), IOCTL_REGISTER, &mut argument)
+    }
+
+    /// Returns true if the kernel has UFFDIO_MOVE (Linux 6.8 and later).
+    pub fn can_move(&self) -> bool {
+        let nothing = std::ptr::null_mut::<MoveArg>();
+        // SAFETY: a kernel with this ioctl finds no argument at the null address and returns EFAULT
+        // (EAGAIN during a fork). A kernel without this ioctl returns EINVAL.
+        let done = unsafe { libc::ioctl(self.as_raw_fd(), IOCTL_MOVE as libc::Ioctl, nothing) };
+        done < 0 && io::Error::last_os_error().raw_os_error() != Some(libc::EINVAL)
+    }
+
+    /// Moves the pages at `source` to `target`, where pages are missing. Returns the bytes that
+    /// were moved: fewer than `len` if a later page cannot be moved.
+    ///
+    /// # Errors
+    /// They concern the first page. `EEXIST`: a page is present at the target. `ENOENT`: the source
+    /// is missing (not with `holes`), or a range is not mapped. `EBUSY`: the page is pinned by a
+    /// device, or shared with a forked child. `EINVAL`: a range is not within one mapping, the two
+    /// mappings differ in access, the access is not read and write, or the target is not
+    /// registered. `EAGAIN` while a fork is in progress, `ESRCH` when the process is ending.
+    ///
+    /// # Safety
+    /// The caller owns both ranges.
+    pub unsafe fn move_pages(
+        &self,
+        target: usize,
+        source: usize,
+        len: usize,
+        options: MoveOptions,
+    ) -> io::Result<usize> {
+        let wake = if options.wake { 0 } else { MOVE_MODE_DONTWAKE };
+        let holes = if options.holes { MOVE_MODE_ALLOW_SRC_HOLES } else { 0 };
+        let (dst, src, len) = (target as u64, source as u64, len as u64);
+        let mut argument = MoveArg { dst, src, len, mode: wake | holes, moved: 0 };
+        match ioctl(self.fd.as_raw_fd(), IOCTL_MOVE, &mut argument) {
+            Ok(()) => Ok(len as usize),
+            // For a partial move the kernel returns EAGAIN and the number of bytes moved.
+            Err(_) if argument.moved > 0 => Ok(argument.moved as usize),
+            Err(error) => Err(error),
+        }
     }
 
     /// Unregisters a range and wakes the threads that wait there.

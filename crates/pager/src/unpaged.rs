@@ -4,7 +4,7 @@
 //! `.bss` of the program. A program may have gigabytes of other memory: a Go runtime maps its heap
 //! by raw system calls, and shared memory is not private. [`UnpagedUsage`] reports
 //! it. It is read from `/proc/self/smaps`, for which the kernel walks the page tables. So the
-//! evictor, while it waits, reads the cheap `/proc/self/statm` at intervals, and reads `smaps` only
+//! worker, while it waits, reads the cheap `/proc/self/statm` at intervals, and reads `smaps` only
 //! when resident memory has changed by an eighth since the last measurement. The fault path takes
 //! no part.
 //!

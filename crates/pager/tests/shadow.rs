@@ -68,7 +68,7 @@ fn live(pager: &Pager, seed: u64) {
                 shadow[page] = step + 1;
             }
         }
-        assert!(pager.resident() <= pager.limit(), "resident pages exceed the bound");
+        assert!(pager.present() <= pager.limit(), "resident pages exceed the bound");
     }
     pager.unmap(base, PAGES * PAGE_BYTES).unwrap();
 }

@@ -14,14 +14,13 @@ use super::inheritance::Inheritance;
 use super::state::server_lost;
 use crate::config::{Config, EXIT_PAGER};
 use crate::descriptor;
-use crate::page_table::{Entry, PageId, State};
-use crate::pager::{INHERIT_FRAMES, Pager, PagerParts, current, set_current};
+use crate::page_table::{Entry, PageId};
+use crate::pager::{Pager, PagerParts, current, set_current};
+use crate::pages::Hand;
 use crate::presence::Presence;
 use crate::slots::SlotId;
 use crate::spawn::spawn;
-use crate::staging::FrameId;
 use crate::sys;
-use crate::transport::Lane;
 use crate::uffd::Uffd;
 use crate::unpaged::SAMPLE_MS_MIN;
 
@@ -103,11 +102,11 @@ impl Pager {
             self.fatal("read the faults of a forked child", &error);
         }
         let parts = PagerParts {
-            uffd: faults,
+            uffd: Arc::new(faults),
             fork_events: self.fork_events,
             region: self.region.same(),
             space: space.clone(),
-            unreadable: self.evict_lock().clone(),
+            unreadable: self.unreadable().clone(),
             inheritance: Some(Inheritance::new(calls, server_calls)),
             sockets: self.sockets.clone(),
             advice: self.advice.clone(),
@@ -125,7 +124,7 @@ impl Pager {
             promoted.enter();
             promoted.wait_for_parent_exit(ends.notices);
         });
-        if let Err(error) = heir.and_then(|()| promoted.start_evictor()) {
+        if let Err(error) = heir.and_then(|()| promoted.start_worker()) {
             promoted.fatal("start the threads of a forked child", &error);
         }
         // Threads that wait fault again; this thread serves their faults from now on.
@@ -145,7 +144,7 @@ impl Pager {
         });
         let foreign = self.space().map(|space| space.foreign.clone()).unwrap_or_default();
         let all = self.region.all_numbers();
-        let (mut resident, mut inherited) = (0, 0);
+        let mut inherited = 0;
         for block in blocks {
             let start = block.index as u32 * channel::BLOCK_PAGES;
             let end = start + channel::BLOCK_PAGES;
@@ -166,42 +165,17 @@ impl Pager {
                         continue;
                     }
                     if exists {
-                        self.enter_page(PageId(page), Entry::dirty(None));
-                        self.residency().push(&self.table, PageId(page), 1);
-                        resident += 1;
+                        self.pages.enter(PageId(page), Entry::resident(None));
                     } else if block.bits[at as usize / 64] & 1 << (at % 64) != 0 {
                         let inherited_slot = SlotId::inherited(PageId(page));
-                        self.enter_page(PageId(page), Entry::remote(inherited_slot.0));
+                        self.pages.enter(PageId(page), Entry::remote(inherited_slot.0));
                         inherited += 1;
                     }
                 }
             }
         }
-        self.set_initial_resident(resident);
-        self.slots().inherit(inherited);
-    }
-
-    fn enter_page(&self, page: PageId, entry: Entry) {
-        let before = self.table.lock(page);
-        assert_eq!(before.state(), State::Absent, "each page is entered only once");
-        let waits = self.table.unlock(page, entry);
-        assert!(!waits, "no other thread uses the new table yet");
-    }
-
-    /// Reads inherited pages; the pairs are in the order of pages.
-    pub(crate) fn read_inherited(&self, pairs: &[(PageId, FrameId)]) {
-        let inheritance =
-            self.inheritance.as_ref().expect("a pager with inherited slots has an inheritance");
-        let mut at = 0;
-        while at < pairs.len() {
-            let (page, frame) = pairs[at];
-            let next = |&(index, (p, f)): &(usize, &(PageId, FrameId))| {
-                p.0 == page.0 + index as u32 && f.0 == frame.0 + index as u32
-            };
-            let run = pairs[at..].iter().enumerate().take_while(next).count();
-            inheritance.read(page.0..page.0 + run as u32, self.staging.address(frame));
-            at += run;
-        }
+        self.pages.slots().inherit(inherited);
+        self.pages.update_gauges();
     }
 
     /// Runs the thread that waits for the end of the parent.
@@ -222,79 +196,15 @@ impl Pager {
 
     /// Moves all inherited pages to slots of this pager, then releases the page server.
     fn move_inherited_pages(&self) {
-        let mut pages: Vec<PageId> = Vec::new();
-        while self.slots().inherited() > 0 {
-            // A staged page with an inherited slot gets a slot of this pager when it is written
-            // back.
-            self.flush_staging(&self.evict_lock());
-            for numbers in self.region.all_numbers() {
-                self.table.touched(numbers, |part| {
-                    part.map(PageId).for_each(|page| self.move_inherited_page(page, &mut pages));
-                });
-            }
-            self.move_pages(&mut pages);
-            // Pages that other threads have BUSY are tried again in the next round.
-            std::thread::yield_now();
+        let mut hand = Hand::default();
+        while self.pages.slots().inherited() > 0 {
+            self.pages.move_inherited(&mut hand);
         }
         // The snapshots of this process's own children may name inherited slots.
-        while self.slots().has_dependents() {
-            let seen = self.room.load(Ordering::Acquire);
-            sys::futex_wait(&self.room, seen, Some(1000));
+        while self.pages.slots().has_dependents() {
+            let seen = self.pages.room_changes.load(Ordering::Acquire);
+            sys::futex_wait(&self.pages.room_changes, seen, Some(1000));
         }
-        if let Some(inheritance) = &self.inheritance {
-            inheritance.release();
-        }
-    }
-
-    /// Adds a page to the run `pages` if it is inherited and remote. The run before it is moved if
-    /// it is complete.
-    fn move_inherited_page(&self, page: PageId, pages: &mut Vec<PageId>) {
-        let inherited =
-            |entry: Entry| entry.slot().is_some_and(|slot| SlotId(slot).inherited_page().is_some());
-        let in_run = pages.last().is_none_or(|last| last.0 + 1 == page.0);
-        if !in_run || pages.len() == INHERIT_FRAMES as usize {
-            self.move_pages(pages);
-        }
-        match self.table.try_lock(page, inherited) {
-            Some(entry) if entry.state() == State::Remote => pages.push(page),
-            Some(entry) => {
-                // A resident page gets a slot of this pager when it is evicted.
-                self.settle(page, Entry::dirty(None));
-                self.slots_free_inherited(entry);
-            }
-            None => {}
-        }
-    }
-
-    fn slots_free_inherited(&self, entry: Entry) {
-        if let Some(slot) = entry.slot() {
-            self.free_slot(SlotId(slot));
-        }
-    }
-
-    /// Moves consecutive remote pages that are BUSY by this thread.
-    fn move_pages(&self, pages: &mut Vec<PageId>) {
-        if pages.is_empty() {
-            return;
-        }
-        let first = self.inherit_frames();
-        let frame = |index: usize| FrameId(first.0 + index as u32);
-        let pairs: Vec<_> = pages.iter().enumerate().map(|(i, page)| (*page, frame(i))).collect();
-        self.read_inherited(&pairs);
-        let mut stored = Vec::with_capacity(pages.len());
-        {
-            let mut slots = self.slots();
-            for index in 0..pages.len() {
-                match slots.allocate(&*self.transport) {
-                    Ok(slot) => stored.push((slot, frame(index))),
-                    Err(error) => self.pool_lost(&error),
-                }
-            }
-        }
-        self.transfer(Lane::Async, true, &stored);
-        for (page, (slot, _)) in pages.drain(..).zip(stored) {
-            self.settle(page, Entry::remote(slot.0));
-            self.free_slot(SlotId::inherited(page));
-        }
+        self.pages.backing.release_inheritance();
     }
 }

@@ -10,7 +10,7 @@
 //!   snapshot: page -> slot of all pages that         |
 //!     are not resident; the slots are frozen         | 64 pages were served, or a call needs more
 //!   page server: serves light children          promoted: a pager of its own (child_promotion.rs):
-//!            reads pages for promoted ones          handler, evictor, bound, connection, chunks
+//!            reads pages for promoted ones          handler, worker, bound, connection, chunks
 //! ```
 //!
 //! - A light child evicts nothing and needs no connection, so a child that soon calls exec does not
@@ -31,11 +31,11 @@
 //! other code runs in it (`child_setup`), and sends it to the page server.
 //!
 //! The snapshot is exact although the handler continues to serve faults. Before the fork, the
-//! evictor writes back all staged pages and freezes all slots. Until the snapshot is taken, every
-//! page that is staged is also written back and its slot frozen. So a page that is not resident at
-//! the fork has a slot, its entry keeps the slot in every later state, and the slot is not
-//! overwritten. `pthread_atfork` handlers ([`Pager::before_fork`], [`Pager::after_fork_in_parent`],
-//! [`Pager::after_fork_in_child`]) keep mappings and the evictor unchanged meanwhile.
+//! worker writes back all pages on the shelf and freezes all slots. Until the snapshot is taken, no
+//! page is taken out. So a page that is not resident at the fork has a slot, its entry or its
+//! position keeps the slot in every later state, and the slot is not overwritten. `pthread_atfork`
+//! handlers ([`Pager::before_fork`], [`Pager::after_fork_in_parent`],
+//! [`Pager::after_fork_in_child`]) keep mappings unchanged meanwhile and exclude the taking out.
 
 mod channel;
 mod child;
@@ -59,11 +59,11 @@ pub use self::state::Forks;
 use self::state::{ASKED, CHILD_MADE, FROZEN, ForkGuards, HANDED, NONE, server_lost};
 use crate::config::EXIT_PAGER;
 use crate::descriptor;
-use crate::page_table::{Entry, PageId, State};
+use crate::page_table::PageId;
 use crate::pager::Pager;
-use crate::slots::{Epoch, SlotId};
+use crate::pages::Hand;
+use crate::slots::Epoch;
 use crate::spawn::spawn;
-use crate::staging::FrameId;
 use crate::sys::{self, PAGE_BYTES, SignalsBlocked};
 use crate::uffd::Uffd;
 
@@ -114,44 +114,44 @@ impl Pager {
         if self.forks.is_light() {
             self.forks.request(Message::of(channel::FORKS), &ends);
         } else {
-            self.ask_evictor(ASKED);
+            // From here on no page is taken out, so the handler serves this thread beyond the bound.
+            self.forks.thread.store(sys::thread_id(), Ordering::Release);
+            self.pages.fork_waits.store(true, Ordering::Release);
+            self.ask_worker(ASKED);
             for (server_ends, end) in self.forks.server_ends.iter().zip(ends) {
                 server_ends.store(end, Ordering::Release);
             }
         }
-        let evict_lock = self.evict_lock();
-        // From here on the handler must not wait for room, because no eviction can make any.
+        let protection = self.pages.lock_protection();
         self.forks.thread.store(sys::thread_id(), Ordering::Release);
-        self.fork_waits.store(true, Ordering::Release);
-        self.room.fetch_add(1, Ordering::AcqRel);
-        sys::futex_wake(&self.room);
+        self.pages.fork_waits.store(true, Ordering::Release);
         let setup = (!self.fork_events).then(|| {
             ChildSetup::prepare(self.parts_for_children(&space), &calls, &notices)
                 .unwrap_or_else(|error| cannot_fork(&error))
         });
-        let guards = ForkGuards { space, evict_lock, blocked, calls, notices, added_before, setup };
+        let guards = ForkGuards { space, protection, blocked, calls, notices, added_before, setup };
         // SAFETY: this thread holds `space`.
         unsafe { *self.forks.guards.get() = Some(guards) };
         // SAFETY: the calling thread's own variable. A failed fork sets it.
         unsafe { *libc::__errno_location() = 0 };
     }
 
-    fn ask_evictor(&self, step: u32) {
+    fn ask_worker(&self, step: u32) {
         self.forks.step.store(step, Ordering::Release);
-        self.wake_evictor(true);
+        self.wake_worker(true);
         while self.forks.is_asked() {
             sys::futex_wait(&self.forks.step, step, None);
         }
     }
 
-    /// Does the evictor's part of a fork if one waits for it.
-    pub(crate) fn help_fork(self: &Arc<Self>) {
+    /// Does the worker's part of a fork if one waits for it.
+    pub(crate) fn help_fork(self: &Arc<Self>, hand: &mut Hand) {
         let done = match self.forks.step.load(Ordering::Acquire) {
             ASKED => {
-                let evict_lock = self.evict_lock();
-                self.flush_staging(&evict_lock);
-                let epoch = self.slots().freeze();
-                drop(evict_lock);
+                let protection = self.pages.lock_protection();
+                self.pages.flush(hand);
+                let epoch = self.pages.slots().freeze();
+                drop(protection);
                 self.forks.epoch.store(epoch.0, Ordering::Release);
                 FROZEN
             }
@@ -161,7 +161,7 @@ impl Pager {
                     self.fatal("duplicate the sockets of a forked child", &error)
                 });
                 let (snapshot, touched) = {
-                    let _evict_lock = self.evict_lock();
+                    let _protection = self.pages.lock_protection();
                     self.snapshot()
                 };
                 // The child sends the descriptor of its faults through the request socket.
@@ -190,7 +190,7 @@ impl Pager {
         let forked = unsafe { *libc::__errno_location() } == 0;
         // SAFETY: this thread holds `space`.
         let Some(guards) = (unsafe { (*self.forks.guards.get()).take() }) else { return };
-        let ForkGuards { space, evict_lock, blocked, calls, notices, added_before, setup } = guards;
+        let ForkGuards { space, protection, blocked, calls, notices, added_before, setup } = guards;
         let unreported = setup.is_some();
         let forked = match setup.map(|mut setup| setup.end()) {
             None => forked,
@@ -198,9 +198,9 @@ impl Pager {
             Some(Err(error)) => self.fatal("exclude memory from further forks", &error),
         };
         self.forks.thread.store(0, Ordering::Release);
-        drop(evict_lock);
+        drop(protection);
         if forked && unreported && !self.forks.is_light() {
-            self.ask_evictor(CHILD_MADE);
+            self.ask_worker(CHILD_MADE);
         }
         // The page server follows a light child's own forks, not this process.
         while forked && !self.forks.is_light() {
@@ -212,8 +212,8 @@ impl Pager {
         }
         if !self.forks.is_light() {
             self.forks.server_ends.iter().for_each(|end| end.store(0, Ordering::Release));
-            self.fork_waits.store(false, Ordering::Release);
-            self.slots().end_freezing();
+            self.pages.fork_waits.store(false, Ordering::Release);
+            self.pages.slots().end_freezing();
             self.forks.step.store(NONE, Ordering::Release);
             if !forked {
                 self.child_is_gone(self.forks.epoch());
@@ -226,18 +226,21 @@ impl Pager {
 
     /// Records that one child less needs the frozen slots of an epoch.
     fn child_is_gone(&self, epoch: Epoch) {
-        let emptied = self.slots().remove_dependent(epoch);
-        self.note_emptied(emptied);
+        let emptied = self.pages.slots().remove_dependent(epoch);
+        self.pages.note_emptied(emptied);
+        if self.pages.has_emptied() {
+            self.wake_worker(true);
+        }
     }
 
     /// Makes the child a light child. Called after every fork in the child.
     pub fn after_fork_in_child(&'static self) {
         // SAFETY: this thread is the copy of the thread that holds `space`.
         let Some(guards) = (unsafe { (*self.forks.guards.get()).take() }) else { return };
-        let ForkGuards { space, evict_lock, blocked, calls, notices, setup, .. } = guards;
+        let ForkGuards { space, protection, blocked, calls, notices, setup, .. } = guards;
         // No other thread exists yet. The thread that is started below may need these locks,
         // because the allocator may drop pages in any call.
-        drop((space, evict_lock));
+        drop((space, protection));
         descriptor::note_program();
         self.forks.light.store(true, Ordering::Release);
         // Closes the parent's descriptors: its userfaultfd, and its sockets to its own parent's
@@ -317,24 +320,20 @@ impl Pager {
     }
 
     /// Takes the snapshot for a child: the slots of all pages that have one, resident pages
-    /// included, and the blocks in which pages exist. The caller holds `evict_lock`, and every
-    /// staged page is equal to its slot.
+    /// included, and the blocks in which pages exist. The caller excludes the taking out of
+    /// pages, and every page on the shelf is equal to its slot.
     fn snapshot(&self) -> (Arc<Snapshot>, Touched) {
         let (mut snapshot, mut touched) = (Snapshot::new(), Touched::new());
         let mut all = self.region.all_numbers();
         all.sort_unstable_by_key(|numbers| numbers.start);
         for numbers in all {
-            self.table.touched(numbers, |part| {
-                touched.insert(part.start / channel::BLOCK_PAGES);
-                for page in part.map(PageId) {
-                    let entry: Entry = self.table.load(page);
-                    let slot = match entry.state() {
-                        State::Staged => entry.frame().and_then(|f| self.staging.slot(FrameId(f))),
-                        State::Remote | State::Resident | State::Absent => entry.slot().map(SlotId),
-                    };
-                    snapshot.extend(slot.map(|slot| (page, slot)));
-                }
-            });
+            self.pages.visit_slots(
+                numbers,
+                |start| {
+                    touched.insert(start / channel::BLOCK_PAGES);
+                },
+                |page, slot| snapshot.push((page, slot)),
+            );
         }
         (Arc::new(snapshot), touched)
     }
@@ -359,12 +358,12 @@ pub(crate) fn follow(pager: &Arc<Pager>, faults: Uffd) {
     // The forking thread holds `space`, so the extents are those of the child.
     let extents = pager.region.extents().all().into();
     let (epoch, (snapshot, touched)) = {
-        let evict_lock = pager.evict_lock();
+        let _protection = pager.pages.lock_protection();
         let epoch = if channel.is_none() {
             // A fork by a raw system call was not prepared. Preparing it now is sufficient if no
             // other thread runs meanwhile.
-            pager.flush_staging(&evict_lock);
-            let mut slots = pager.slots();
+            pager.pages.flush(&mut Hand::default());
+            let mut slots = pager.pages.slots();
             let epoch = slots.freeze();
             slots.end_freezing();
             epoch
@@ -380,5 +379,5 @@ pub(crate) fn follow(pager: &Arc<Pager>, faults: Uffd) {
         _ => {}
     }
     pager.hand_to_server(Child::new(Some(faults), channel, epoch, snapshot, touched, extents));
-    pager.fork_waits.store(false, Ordering::Release);
+    pager.pages.fork_waits.store(false, Ordering::Release);
 }

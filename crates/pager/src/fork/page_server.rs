@@ -37,13 +37,13 @@ use crate::pager::Pager;
 use crate::spawn::spawn;
 use crate::stats::Counter;
 use crate::sys::{self, PAGE_BYTES};
-use crate::transport::Lane;
+use crate::transport::{Direction, FrameId};
 use crate::uffd::{Event, Fault, Uffd};
 
 /// Interval at which the page server checks which children still exist.
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 /// Pages served to a child before it must be promoted. Up to twice as many are served in total:
-/// they fit in the part of the child's bound that is reserved for its staging area.
+/// they fit in the part of the child's bound that is reserved for its frames.
 const PAGES_BEFORE_PROMOTION: u32 = 64;
 /// Maximum duration of one round of the page server after the parent has ended, in seconds.
 const ROUND_TIMEOUT_S: u32 = 10;
@@ -288,7 +288,7 @@ impl<'a> PageServer<'a> {
         // Removing a write-protection that the page of zeros never had changes nothing in the
         // child. The kernel checks that the child's memory exists before it checks the address.
         // SAFETY: as explained.
-        let asked = unsafe { faults.unprotect(self.pager.zeros, PAGE_BYTES, false) };
+        let asked = unsafe { faults.unprotect(zeros(), PAGE_BYTES, false) };
         matches!(asked, Err(error) if error.raw_os_error() == Some(libc::ESRCH))
     }
 
@@ -329,7 +329,7 @@ impl<'a> PageServer<'a> {
             .map(|faults| send_fault_descriptor(faults, grandchild.channel.as_ref()));
         if known.is_none_or(|known| known.is_ok()) {
             grandchild.faults = faults;
-            self.pager.slots().add_dependent(grandchild.epoch);
+            self.pager.pages.slots().add_dependent(grandchild.epoch);
             self.add(*grandchild);
         }
     }
@@ -398,20 +398,23 @@ impl<'a> PageServer<'a> {
         if pages == 0 || pages > channel::PAGES_AT_ONCE {
             return Err(io::ErrorKind::InvalidData.into());
         }
-        let first = self.pager.child_frames();
+        let pages_of_parent = &self.pager.pages;
+        let first = pages_of_parent.sizes.first_child_frame();
         let mut pairs = Vec::with_capacity(pages);
         for (index, page) in range.enumerate() {
-            let frame = crate::staging::FrameId(first.0 + index as u32);
+            let frame = FrameId(first + index as u32);
             match self.children[at].slot(PageId(page)) {
                 Some(slot) => pairs.push((slot, frame)),
                 // SAFETY: a frame of the page server.
-                None => unsafe { self.pager.staging.address(frame).write_bytes(0, PAGE_BYTES) },
+                None => unsafe {
+                    pages_of_parent.backing.frame(frame).write_bytes(0, PAGE_BYTES);
+                },
             }
         }
-        self.pager.transfer(Lane::Sync, false, &pairs);
-        self.pager.stats.add(Counter::PagesToChildren, pages as u64);
+        pages_of_parent.transfer_now(Direction::Read, &pairs);
+        pages_of_parent.stats.add(Counter::PagesToChildren, pages as u64);
         // SAFETY: the page server's frames, as many as one call may name.
-        unsafe { channel::send_pages(calls, self.pager.staging.address(first), pages) }
+        unsafe { channel::send_pages(calls, pages_of_parent.backing.frame(FrameId(first)), pages) }
     }
 
     /// Serves a fault of a light child.
@@ -433,7 +436,7 @@ impl<'a> PageServer<'a> {
                 // The promotion is in progress, and the promoted child serves this fault itself.
                 return;
             }
-        } else if child.pages_served >= pager.limit {
+        } else if child.pages_served >= pager.limit() {
             sys::say(&format!(
                 "a process that process {} made by a raw system call needs more memory than its \
                  bound (--local), so it ends now; a process made by fork() has no such limit",
@@ -447,16 +450,16 @@ impl<'a> PageServer<'a> {
         child.touched.borrow_mut().insert(page.0 / channel::BLOCK_PAGES);
         let source = match child.slot(page) {
             Some(slot) => {
-                let frame = pager.child_frames();
-                pager.transfer(Lane::Sync, false, &[(slot, frame)]);
-                pager.staging.address(frame) as usize
+                let frame = FrameId(pager.pages.sizes.first_child_frame());
+                pager.pages.transfer_now(Direction::Read, &[(slot, frame)]);
+                pager.pages.backing.frame(frame) as usize
             }
-            None => pager.zeros,
+            None => zeros(),
         };
         // SAFETY: memory of the child, whose faults this process serves; the source is the page of
         // zeros or a frame.
         match unsafe { faults.copy(fault.address, source, PAGE_BYTES, false) } {
-            Ok(_) => pager.stats.add(Counter::PagesToChildren, 1),
+            Ok(_) => pager.stats().add(Counter::PagesToChildren, 1),
             // The page is already mapped, or the child is ending, or its layout has changed: the
             // thread retries.
             Err(_) => drop(faults.wake(fault.address, PAGE_BYTES)),
@@ -465,6 +468,14 @@ impl<'a> PageServer<'a> {
             child.request_promotion();
         }
     }
+}
+
+/// Returns the address of a page of zeros.
+fn zeros() -> usize {
+    #[repr(align(4096))]
+    struct Page([u8; PAGE_BYTES]);
+    static ZEROS: Page = Page([0; PAGE_BYTES]);
+    ZEROS.0.as_ptr() as usize
 }
 
 /// Sends a child the descriptor of its faults.

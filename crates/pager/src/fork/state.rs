@@ -12,15 +12,15 @@ use super::child::Inbox;
 use super::child_setup::ChildSetup;
 use crate::config::EXIT_PAGER;
 use crate::descriptor;
-use crate::region::{RangeSet, Space};
+use crate::region::Space;
 use crate::slots::Epoch;
 use crate::sys::{self, SignalsBlocked};
 
 /// Locks and sockets that the forking thread holds across the fork.
 pub(super) struct ForkGuards {
     pub(super) space: MutexGuard<'static, Space>,
-    /// Excludes the evictor, so that the child's copy of the set of unreadable pages is consistent.
-    pub(super) evict_lock: MutexGuard<'static, RangeSet>,
+    /// Excludes the taking out of pages.
+    pub(super) protection: MutexGuard<'static, ()>,
     pub(super) blocked: SignalsBlocked,
     pub(super) calls: [OwnedFd; 2],
     pub(super) notices: [OwnedFd; 2],
@@ -31,13 +31,13 @@ pub(super) struct ForkGuards {
 
 /// Steps of a fork. No fork is in progress.
 pub(super) const NONE: u32 = 0;
-/// The evictor must write back staged pages and freeze the slots.
+/// The worker must write back the pages on the shelf and freeze the slots.
 pub(super) const ASKED: u32 = 1;
-/// The evictor has done so.
+/// The worker has done so.
 pub(super) const FROZEN: u32 = 2;
-/// There is a child that the kernel did not report. The evictor must hand it to the page server.
+/// There is a child that the kernel did not report. The worker must hand it to the page server.
 pub(super) const CHILD_MADE: u32 = 3;
-/// The evictor has done so.
+/// The worker has done so.
 pub(super) const HANDED: u32 = 4;
 
 /// State of the forks of this process.
@@ -58,7 +58,7 @@ pub struct Forks {
     /// Futex: number of children that the page server has received.
     pub(super) children_added: AtomicU32,
     pub(super) step: AtomicU32,
-    /// Id of the forking thread while it holds `evict_lock`, otherwise 0.
+    /// Id of the forking thread while it holds the protection lock, otherwise 0.
     pub(super) thread: AtomicU32,
     /// Epoch of the prepared fork in progress, see [`Slots::freeze`](crate::slots::Slots::freeze).
     pub(super) epoch: AtomicU32,
@@ -83,17 +83,12 @@ impl Forks {
         self.promoted.load(Ordering::Acquire) != 0
     }
 
-    /// Returns true from before the preparation of a fork to its end.
-    pub(crate) fn is_forking(&self) -> bool {
-        self.step.load(Ordering::Acquire) != NONE
-    }
-
-    /// Returns true for the forking thread while it holds `evict_lock`.
+    /// Returns true for the forking thread while it holds the protection lock.
     pub(crate) fn is_forking_thread(&self, thread: u32) -> bool {
         self.thread.load(Ordering::Acquire) == thread
     }
 
-    /// Returns true if a fork waits for the evictor.
+    /// Returns true if a fork waits for the worker.
     pub(crate) fn is_asked(&self) -> bool {
         matches!(self.step.load(Ordering::Acquire), ASKED | CHILD_MADE)
     }

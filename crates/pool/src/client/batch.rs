@@ -1,5 +1,7 @@
 //! Batches of transfers between chunks and registered memory, with one doorbell per QP.
 
+use std::sync::Arc;
+
 use verbs::{Completion, Nic, Status};
 
 use super::access_qp::{AccessQpIndex, Posted, Work};
@@ -69,30 +71,30 @@ impl<N: Nic> Pool<N> {
     }
 
     /// Starts to read several pieces of chunks into one buffer.
-    pub fn start_read_batch<'a>(
-        &'a self,
+    pub fn start_read_batch(
+        &self,
         transfers: &[Transfer<'_>],
-        buffer: &'a Buffer<N>,
+        buffer: &Buffer<N>,
         lane: Lane,
-    ) -> Result<Batch<'a, N>, Error> {
-        let inner = &*self.inner;
+    ) -> Result<Batch<N>, Error> {
+        let inner = &self.inner;
         let work =
             |t: &Transfer<'_>| Ok((inner.qp_of(t.grant, lane)?, inner.read_work(t, buffer, lane)?));
-        Batch::post(inner, buffer, transfers.iter().map(work).collect::<Result<_, Error>>()?)
+        Batch::post(inner.clone(), buffer.clone(), transfers.iter().map(work).collect::<Result<_, Error>>()?)
     }
 
     /// Starts to write several pieces from one buffer to chunks.
-    pub fn start_write_batch<'a>(
-        &'a self,
+    pub fn start_write_batch(
+        &self,
         transfers: &[Transfer<'_>],
-        buffer: &'a Buffer<N>,
+        buffer: &Buffer<N>,
         lane: Lane,
-    ) -> Result<Batch<'a, N>, Error> {
-        let inner = &*self.inner;
+    ) -> Result<Batch<N>, Error> {
+        let inner = &self.inner;
         let work = |t: &Transfer<'_>| {
             Ok((inner.qp_of(t.grant, lane)?, inner.write_work(t, buffer, lane)?))
         };
-        Batch::post(inner, buffer, transfers.iter().map(work).collect::<Result<_, Error>>()?)
+        Batch::post(inner.clone(), buffer.clone(), transfers.iter().map(work).collect::<Result<_, Error>>()?)
     }
 }
 
@@ -119,9 +121,9 @@ impl<N: Nic> Pool<N> {
 /// # Ok::<(), pool::Error>(())
 /// ```
 #[must_use = "an abandoned transfer may still move bytes"]
-pub struct Batch<'a, N: Nic> {
-    pool: &'a Inner<N>,
-    buffer: &'a Buffer<N>,
+pub struct Batch<N: Nic> {
+    pool: Arc<Inner<N>>,
+    buffer: Buffer<N>,
     /// Sorted by QP.
     works: Vec<(Qp, Work<'static>)>,
     /// Posted parts, each with its range of `works`.
@@ -137,10 +139,10 @@ impl<N: Nic> Inner<N> {
     }
 }
 
-impl<'a, N: Nic> Batch<'a, N> {
+impl<N: Nic> Batch<N> {
     fn post(
-        pool: &'a Inner<N>,
-        buffer: &'a Buffer<N>,
+        pool: Arc<Inner<N>>,
+        buffer: Buffer<N>,
         mut works: Vec<(Qp, Work<'static>)>,
     ) -> Result<Self, Error> {
         works.sort_by_key(|(qp, _)| *qp);
@@ -149,7 +151,7 @@ impl<'a, N: Nic> Batch<'a, N> {
         while start < batch.works.len() {
             let qp = batch.works[start].0;
             let run = batch.works[start..].iter().take_while(|(q, _)| *q == qp).count();
-            let end = start + run.min(pool.burst);
+            let end = start + run.min(batch.pool.burst);
             let posted = batch.post_range(start, end)?;
             batch.posted.push((posted, start, end));
             start = end;
@@ -174,6 +176,21 @@ impl<'a, N: Nic> Batch<'a, N> {
             result = self.settle(ended, epoch, start, end).and(result);
         }
         result
+    }
+
+    /// Polls once, without a system call, and returns true if all transfers have ended. After that,
+    /// the batch may be dropped.
+    ///
+    /// # Errors
+    /// One of the errors of the transfers. The other transfers may still be in flight: poll again.
+    pub fn poll(&mut self) -> Result<bool, Error> {
+        while let Some((posted, start, end)) = self.posted.last_mut() {
+            let (epoch, start, end) = (posted.epoch, *start, *end);
+            let Some(completion) = posted.pending.try_wait()? else { return Ok(false) };
+            self.posted.pop();
+            self.settle(Ok(completion), epoch, start, end)?;
+        }
+        Ok(true)
     }
 
     /// Resolves when all transfers have ended. Returns one of the errors if any transfer failed.
@@ -216,10 +233,10 @@ impl<'a, N: Nic> Batch<'a, N> {
     }
 }
 
-impl<N: Nic> Drop for Batch<'_, N> {
+impl<N: Nic> Drop for Batch<N> {
     fn drop(&mut self) {
         for (posted, ..) in self.posted.drain(..) {
-            self.pool.abandon(posted, HeldMemory::Buffer(self.buffer));
+            self.pool.abandon(posted, HeldMemory::Buffer(&self.buffer));
         }
     }
 }

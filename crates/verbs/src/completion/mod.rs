@@ -314,6 +314,20 @@ impl<C: CompletionQueue> Pending<C> {
         Some(completion)
     }
 
+    /// Polls once on behalf of all waiters, and returns the completion if it has arrived. Makes no
+    /// system call.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] if the NIC is gone and the completion will not arrive.
+    #[inline]
+    pub fn try_wait(&mut self) -> Result<Option<Completion>, Error> {
+        self.completer.poll();
+        match self.take() {
+            Some(completion) => Ok(Some(completion)),
+            None => self.completer.check_gone().map(|()| None),
+        }
+    }
+
     /// Waits for the operation: see [`Completer::wait`].
     #[inline]
     pub fn wait(self) -> Result<Completion, Error> {

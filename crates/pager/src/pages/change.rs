@@ -1,0 +1,331 @@
+//! What the program's `munmap`, `madvise` and `mremap` do to pages, and how pages enter a new page
+//! table.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+use crate::memory::{Memory, Position};
+use crate::page_table::{Entry, PageId, State as PageState};
+use crate::pages::flight::Late;
+use crate::pages::sizes::INHERIT_FRAMES;
+use crate::pages::{Hand, Pages, State};
+use crate::shelf::{Record, Use};
+use crate::slots::SlotId;
+use crate::transport::{Direction, FrameId};
+
+impl<M: Memory> Pages<M> {
+    /// Drops the content of pages, which read as zeros afterwards. A thread of
+    /// the pager frees emptied chunks later.
+    pub fn drop_range(&self, range: Range<u32>) {
+        self.table.touched(range, |part| {
+            let mut at = part.start;
+            let mut run = Vec::new();
+            while at < part.end {
+                run.clear();
+                // A run of pages that are not absent.
+                while at < part.end {
+                    let now = self.table.load(PageId(at));
+                    if now.state() == PageState::Absent && !now.is_busy() {
+                        break;
+                    }
+                    let entry = self.table.lock_with(PageId(at), || self.memory.pause());
+                    run.push((PageId(at), entry));
+                    at += 1;
+                }
+                self.drop_run(&run);
+                at += 1;
+            }
+        });
+        self.wake_late();
+        self.note_room();
+    }
+
+    /// Drops a contiguous run of BUSY pages.
+    fn drop_run(&self, run: &[(PageId, Entry)]) {
+        let Some(&(first, _)) = run.first() else { return };
+        if run.iter().any(|(_, entry)| entry.state() == PageState::Resident) {
+            self.memory.drop_pages(first, run.len() as u32);
+        }
+        self.forget_run(run);
+    }
+
+    /// Frees the positions and slots of pages that the kernel has unmapped. The caller excludes the
+    /// taking out of pages.
+    pub fn release_range(&self, range: Range<u32>) {
+        self.table.touched(range, |part| {
+            for page in part.map(PageId) {
+                let now = self.table.load(page);
+                if now.state() != PageState::Absent || now.is_busy() {
+                    let entry = self.table.lock_with(page, || self.memory.pause());
+                    self.forget_run(&[(page, entry)]);
+                }
+            }
+        });
+        self.wake_late();
+        self.note_room();
+    }
+
+    /// Makes BUSY pages absent that have no memory in the program any more.
+    fn forget_run(&self, run: &[(PageId, Entry)]) {
+        let mut guard = self.state();
+        let state = &mut *guard;
+        for &(page, entry) in run {
+            match entry.state() {
+                PageState::Absent => {}
+                PageState::Resident => {
+                    state.resident -= 1;
+                    entry.slot().into_iter().for_each(|slot| self.free_slot(SlotId(slot)));
+                }
+                PageState::Remote => {
+                    entry.slot().into_iter().for_each(|slot| self.free_slot(SlotId(slot)));
+                }
+                PageState::Shelved => {
+                    let position = entry.position().expect("a shelved page has a position");
+                    self.drop_shelved(state, Position(position));
+                }
+            }
+            self.table.set_pinned(page, false);
+            if self.table.unlock(page, Entry::ABSENT) {
+                state.late_wakes.push(page);
+            }
+        }
+        self.note_present(state.present());
+    }
+
+    /// Drops the page of a position. A position in flight becomes blank at the end of its flight.
+    fn drop_shelved(&self, state: &mut State, position: Position) {
+        let record = *state.shelf.record(position);
+        match state.shelf.used(position) {
+            Use::Fetching(flight, entry) | Use::Writing(flight, entry) => {
+                if state.flights.note_dropped(flight, entry) {
+                    // The end of the flight wakes no threads at this page any more.
+                    state.late_wakes.push(record.page);
+                }
+                // The window's page is neither used nor wasted: the record is not asked again.
+                state.shelf.record_mut(position).window = None;
+            }
+            Use::Clean | Use::Dirty => {
+                state.shelf.set(position, Use::Blank);
+                record.slot.into_iter().for_each(|slot| self.free_slot(slot));
+            }
+            Use::Empty | Use::Blank | Use::Reserved { .. } => {
+                unreachable!("the position of a shelved page holds it")
+            }
+        }
+        if let Some(window) = record.window {
+            state.streams.reclaimed(window, 1);
+        }
+    }
+
+    /// Moves the content of a page to another page, which is dropped first. Both pages
+    /// have the same protection.
+    pub fn move_page(&self, hand: &mut Hand, from: PageId, to: PageId) {
+        loop {
+            if self.table.load(from) == Entry::ABSENT {
+                return;
+            }
+            let entry = self.table.lock_with(from, || self.memory.pause());
+            if let Some(late) = self.in_flight(entry) {
+                self.settle(from, entry);
+                match late {
+                    Late::Take(flight) => self.wait_flight(hand, flight),
+                    Late::Waits => self.memory.pause(),
+                }
+                continue;
+            }
+            self.lock_absent(to);
+            if entry.state() == PageState::Resident && !self.memory.relocate(from, to) {
+                // The program had dropped the page by a raw system call.
+                self.state().resident -= 1;
+                entry.slot().into_iter().for_each(|slot| self.free_slot(SlotId(slot)));
+                self.settle(to, Entry::ABSENT);
+                self.settle(from, Entry::ABSENT);
+                return;
+            }
+            {
+                let mut state = self.state();
+                if let Some(position) = entry.position() {
+                    state.shelf.record_mut(Position(position)).page = to;
+                }
+                if entry.state() == PageState::Resident {
+                    state.queue.push(&self.table, to, 1);
+                }
+            }
+            self.settle(to, entry);
+            self.settle(from, Entry::ABSENT);
+            return;
+        }
+    }
+
+    /// Returns how to wait for a page that is being read or written.
+    fn in_flight(&self, entry: Entry) -> Option<Late> {
+        let position = Position(entry.position()?);
+        let mut state = self.state();
+        match state.shelf.used(position) {
+            Use::Fetching(flight, _) | Use::Writing(flight, _) => Some(state.flights.need(flight)),
+            _ => None,
+        }
+    }
+
+    /// Sets a page of a move's target BUSY and makes sure that it is absent.
+    ///
+    /// Since the target was dropped, the first touch of the mapping below may have filled the page
+    /// with zeros: the kernel merges neighbouring mappings, and the handler checks only the page
+    /// table.
+    fn lock_absent(&self, page: PageId) {
+        loop {
+            let entry = self.table.lock_with(page, || self.memory.pause());
+            if entry.state() == PageState::Absent {
+                return;
+            }
+            self.drop_run(&[(page, entry)]);
+            self.wake_late();
+        }
+    }
+
+    /// Enters an existing page of the program's memory as resident, unless the handler has mapped it
+    /// meanwhile. The number of present pages may exceed the limit afterwards.
+    pub fn adopt(&self, page: PageId) {
+        let entry = self.table.lock_with(page, || self.memory.pause());
+        if entry.state() != PageState::Absent {
+            return self.settle(page, entry);
+        }
+        {
+            let mut state = self.state();
+            state.resident += 1;
+            state.queue.push(&self.table, page, 1);
+        }
+        self.settle(page, Entry::resident(None));
+    }
+
+    /// Enters a page into a new table, which no other thread uses yet. The number of present pages
+    /// may exceed the limit afterwards: [`Pages::work`] brings it back.
+    pub fn enter(&self, page: PageId, entry: Entry) {
+        let before = self.table.lock_with(page, || unreachable!("no other thread uses the table"));
+        assert_eq!(before.state(), PageState::Absent, "each page is entered only once");
+        let waits = self.table.unlock(page, entry);
+        assert!(!waits, "no other thread uses the new table yet");
+        if entry.state() == PageState::Resident {
+            let mut state = self.state();
+            state.resident += 1;
+            state.queue.push(&self.table, page, 1);
+        }
+    }
+
+    /// Calls `visit` with the slot of each page that has one, resident pages included, and `block`
+    /// with the first page of each part of the table in which pages exist. For the snapshot of a
+    /// fork: no page is dirty on the shelf, and none is taken out meanwhile.
+    pub fn visit_slots(
+        &self,
+        pages: Range<u32>,
+        mut part_begins: impl FnMut(u32),
+        mut visit: impl FnMut(PageId, SlotId),
+    ) {
+        self.table.touched(pages, |part| {
+            part_begins(part.start);
+            for page in part.map(PageId) {
+                // The state's lock: between the two reads, a page could leave its position.
+                let state = self.state();
+                let entry = self.table.load(page);
+                let slot = match entry.position() {
+                    Some(position) => state.shelf.record(Position(position)).slot,
+                    None => entry.slot().map(SlotId),
+                };
+                slot.into_iter().for_each(|slot| visit(page, slot));
+            }
+        });
+    }
+
+    /// Moves inherited pages, which another process holds, to slots of this pager: one pass over all
+    /// pages. Pages that other threads change meanwhile may be left; the caller calls again.
+    pub fn move_inherited(&self, hand: &mut Hand) {
+        let inherited = |slot: Option<SlotId>| slot.is_some_and(|s| s.inherited_page().is_some());
+        let mut remote: Vec<(PageId, SlotId)> = Vec::new();
+        self.table.touched(0..self.table.len() as u32, |part| {
+            // From the write-back before a fork until its snapshot, each page must keep its slot.
+            let protection = self.try_lock_protection();
+            if protection.is_none() || self.fork_waits.load(Ordering::Acquire) {
+                self.memory.pause();
+                return;
+            }
+            for page in part.map(PageId) {
+                let entry = self.table.load(page);
+                match entry.state() {
+                    PageState::Absent => {}
+                    PageState::Resident => {
+                        let has_one = |e: Entry| {
+                            e.state() == PageState::Resident && inherited(e.slot().map(SlotId))
+                        };
+                        if let Some(entry) = self.table.try_lock(page, has_one) {
+                            // The page gets a slot of this pager when it is written back.
+                            entry.slot().into_iter().for_each(|slot| self.free_slot(SlotId(slot)));
+                            self.settle(page, Entry::resident(None));
+                        }
+                    }
+                    PageState::Shelved => self.disinherit(page),
+                    PageState::Remote => {
+                        let slot = entry.slot().map(SlotId);
+                        if inherited(slot) {
+                            remote.extend(slot.map(|slot| (page, slot)));
+                        }
+                    }
+                }
+            }
+        });
+        for part in remote.chunks(INHERIT_FRAMES as usize) {
+            self.copy_inherited(hand, part);
+        }
+        // Pages on the shelf reach slots of this pager; those in flight arrive.
+        self.flush(hand);
+    }
+
+    /// Makes a clean page on the shelf dirty if its slot is inherited, so that it is written to a
+    /// slot of this pager.
+    fn disinherit(&self, page: PageId) {
+        let mut state = self.state();
+        let Some(position) = self.table.load(page).position().map(Position) else { return };
+        let record = *state.shelf.record(position);
+        let Some(slot) = record.slot.filter(|slot| slot.inherited_page().is_some()) else { return };
+        let is_here = |entry: Entry| entry.position() == Some(position.0);
+        if !matches!(state.shelf.used(position), Use::Clean | Use::Dirty)
+            || self.table.try_lock(page, is_here).is_none()
+        {
+            return;
+        }
+        // SAFETY: the position has memory, and its page is BUSY by this thread.
+        let print = unsafe { self.fingerprints.of(self.memory.position(position)) };
+        let record = Record { slot: None, print, ..record };
+        state.shelf.hold(position, Use::Dirty, record);
+        if self.table.unlock(page, Entry::shelved(position.0)) {
+            state.late_wakes.push(page);
+        }
+        drop(state);
+        self.free_slot(slot);
+        self.wake_late();
+    }
+
+    /// Copies remote inherited pages to slots of this pager. The page keeps its inherited slot if a
+    /// thread has changed it meanwhile.
+    fn copy_inherited(&self, hand: &mut Hand, pages: &[(PageId, SlotId)]) {
+        let first = self.sizes.first_inherit_frame();
+        let frame = |index: usize| FrameId(first + index as u32);
+        let reads: Vec<_> = pages.iter().enumerate().map(|(i, &(_, s))| (s, frame(i))).collect();
+        self.transfer_now(Direction::Read, &reads);
+        self.allocate_slots(hand, pages.len());
+        let new: Vec<SlotId> = std::iter::from_fn(|| hand.slots.pop()).collect();
+        let writes: Vec<_> = new.iter().enumerate().map(|(i, &s)| (s, frame(i))).collect();
+        self.transfer_now(Direction::Write, &writes);
+        for (index, (&(page, old), &new)) in pages.iter().zip(&new).enumerate() {
+            let unchanged = |entry: Entry| entry.state() == PageState::Remote && entry.slot() == Some(old.0);
+            if self.table.try_lock(page, unchanged).is_none() {
+                self.free_slot(new);
+                continue;
+            }
+            // SAFETY: a frame of this thread; the READ into it is complete.
+            let print = unsafe { self.fingerprints.of(self.backing.frame(frame(index))) };
+            self.slots().set_print(new, print);
+            self.settle(page, Entry::remote(new.0));
+            self.free_slot(old);
+        }
+    }
+}

@@ -1,0 +1,511 @@
+//! The asynchronous path: which pages leave the program's memory, and what becomes of them.
+//!
+//! Pages are taken out in runs, inspected while they are BUSY, and then stay on the shelf:
+//!
+//! ```text
+//!   resident --take_out--> inspected --> all zero: no memory is needed        position: blank
+//!                                    --> one repeated word: the entry has it  position: blank
+//!                                    --> equal to its slot                    position: clean
+//!                                    --> else                                 position: dirty
+//! ```
+//!
+//! A keyed 128-bit fingerprint of the content, kept with each slot, tells whether a page differs
+//! from its slot. So no page is write-protected to find out.
+//!
+//! [`Pages::work`] does a bounded amount of what is due. The worker calls it where the machine has a
+//! core for it, and the handler after each fault otherwise. [`Pages::make_blank`] is the same work
+//! for a fault that finds no blank position.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+use crate::fingerprint::Content;
+use crate::memory::{Memory, Position, Stop};
+use crate::page_table::{Entry, PageId, State as PageState};
+use crate::pages::{Pages, State};
+use crate::shelf::{Record, Use};
+use crate::slots::{SlotId, Source};
+use crate::transport::FrameId;
+use crate::stats::Counter;
+
+/// Pages that a fault takes out at most: at about 0.4 us each in a run, 4 us of work.
+const SLICE_PAGES: u32 = 16;
+/// Pages that are taken out at once, where no fault waits.
+const BATCH_PAGES: u32 = 64;
+/// Positions that get memory together.
+const GROWTH_PAGES: u32 = 16;
+
+/// Buffers of one thread that works on pages, and the blank position that it keeps for its next
+/// fault.
+pub struct Hand {
+    /// A reserved position with memory.
+    pub(super) blank: Option<Position>,
+    pub(super) pairs: Vec<(Source, FrameId)>,
+    pub(super) landing: Vec<Position>,
+    pub(super) woken: Vec<PageId>,
+    pub(super) run: Vec<(PageId, Entry)>,
+    /// Slots for a write-back batch.
+    pub(super) slots: Vec<SlotId>,
+    taken: Vec<Taken>,
+    /// Write-back batches that this thread waited for.
+    pub waited_writes: u64,
+    /// Pages that this thread took out.
+    pub taken_out: u64,
+}
+
+impl Default for Hand {
+    fn default() -> Self {
+        let pages = BATCH_PAGES as usize;
+        Self {
+            blank: None,
+            pairs: Vec::with_capacity(pages),
+            landing: Vec::with_capacity(pages),
+            woken: Vec::with_capacity(pages),
+            run: Vec::with_capacity(pages),
+            slots: Vec::with_capacity(pages),
+            taken: Vec::with_capacity(pages),
+            waited_writes: 0,
+            taken_out: 0,
+        }
+    }
+}
+
+#[cfg(test)]
+impl Hand {
+    /// Returns true if this thread keeps a blank position.
+    pub(crate) fn has_blank(&self) -> bool {
+        self.blank.is_some()
+    }
+}
+
+/// A page that is being taken out.
+#[derive(Clone, Copy)]
+struct Taken {
+    page: PageId,
+    entry: Entry,
+    position: Position,
+    /// The content, once the page is on the shelf.
+    content: Option<Content>,
+}
+
+/// Result of an attempt to take pages out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TakenOut {
+    /// So many pages are on the shelf.
+    Pages(u32),
+    /// A fork must be followed first.
+    Forking,
+    /// All pages are busy, locked in memory, or pinned by devices, or another thread excludes the
+    /// taking out.
+    None,
+}
+
+impl<M: Memory> Pages<M> {
+    /// Does what is due, without waiting: ends complete transfers, reclaims clean positions, takes
+    /// out at most `pages` pages, and starts to write dirty positions back. Returns true if there
+    /// may be more to do.
+    pub fn work(&self, hand: &mut Hand, pages: u32) -> bool {
+        self.reap(hand);
+        let late;
+        let (missing, dirty, shrink) = {
+            let mut state = self.state();
+            self.reclaim_surplus(&mut state);
+            late = !state.late_wakes.is_empty();
+            self.note_present(state.present());
+            let ready = state.room() + state.shelf.blank();
+            let later = state.shelf.clean() + state.shelf.dirty() + state.flights.writing();
+            let missing = (self.sizes.stock + self.sizes.keep).saturating_sub(ready + later);
+            (missing, state.shelf.dirty(), state.present() > state.limit)
+        };
+        if late {
+            self.wake_late();
+        }
+        if shrink {
+            self.shrink();
+        }
+        let mut more = false;
+        if (missing > 0 || shrink) && pages > 0 {
+            let wanted = missing.max(shrink as u32 * SLICE_PAGES).min(pages);
+            more = matches!(self.take_out(hand, wanted), TakenOut::Pages(_));
+        }
+        let low = missing > 0 && dirty > 0;
+        if dirty >= self.sizes.window || (low && dirty >= self.sizes.window / 4) {
+            more |= self.post_write(hand) > 0;
+        }
+        if self.has_emptied() {
+            self.free_emptied();
+        }
+        more
+    }
+
+    /// Reclaims clean positions until the stock of blank ones is full, but keeps the newest clean
+    /// ones.
+    fn reclaim_surplus(&self, state: &mut State) {
+        let ready = state.room() + state.shelf.blank();
+        let wanted = self.sizes.stock.saturating_sub(ready);
+        let surplus = state.shelf.clean().saturating_sub(self.sizes.keep);
+        self.reclaim(state, wanted.min(surplus));
+    }
+
+    /// Turns the oldest clean positions into blank ones; their pages are remote then. Returns their
+    /// number, at most `wanted`.
+    pub(super) fn reclaim(&self, state: &mut State, wanted: u32) -> u32 {
+        let mut done = 0;
+        for _ in 0..state.shelf.clean() {
+            if done == wanted {
+                break;
+            }
+            let Some(position) = state.shelf.oldest_clean() else { break };
+            let Record { page, slot, window, .. } = *state.shelf.record(position);
+            let is_here = |entry: Entry| entry.position() == Some(position.0);
+            if self.table.try_lock(page, is_here).is_none() {
+                // Another thread changes the page's state just now.
+                state.shelf.renew_clean(position);
+                continue;
+            }
+            let slot = slot.expect("a clean position has a slot");
+            state.shelf.set(position, Use::Blank);
+            if let Some(window) = window {
+                state.streams.reclaimed(window, 1);
+            }
+            if self.table.unlock(page, Entry::remote(slot.0)) {
+                // The waiting thread faults again at the next event of this page: it waits for a
+                // wake, which the caller cannot make under the lock.
+                state.late_wakes.push(page);
+            }
+            done += 1;
+        }
+        done
+    }
+
+    /// Frees the memory of blank positions while more pages are present than the limit allows.
+    fn shrink(&self) {
+        let excess = {
+            let state = self.state();
+            state.present().saturating_sub(state.limit)
+        };
+        self.discard_blank(excess);
+    }
+
+    /// Makes sure that this thread's hand has a blank position. May wait for a WRITE, if all
+    /// positions with memory are dirty or in flight. Returns false if the fault must be tried again
+    /// later: a fork waits.
+    pub(super) fn make_blank(&self, hand: &mut Hand, over_limit: bool) -> bool {
+        let mut rounds = 0;
+        while hand.blank.is_none() {
+            {
+                let mut state = self.state();
+                if state.shelf.blank() == 0 {
+                    self.reclaim(&mut state, 1);
+                }
+                hand.blank = state.shelf.take_blank(1).map(|(position, _)| position);
+            }
+            self.wake_late();
+            if hand.blank.is_some() || self.grow(hand, over_limit) {
+                break;
+            }
+            if self.fork_waits.load(Ordering::Acquire) {
+                return false;
+            }
+            match self.take_out(hand, SLICE_PAGES) {
+                TakenOut::Forking => return false,
+                TakenOut::Pages(_) if rounds < 2 => {
+                    rounds += 1;
+                    continue;
+                }
+                _ => {}
+            }
+            rounds = 0;
+            self.post_write(hand);
+            if self.wait_write(hand) {
+                hand.waited_writes += 1;
+            } else if !self.wait_flights(hand) {
+                self.memory.pause();
+            }
+        }
+        true
+    }
+
+    /// Gives memory to empty positions, as far as there is room, and takes one of them.
+    fn grow(&self, hand: &mut Hand, over_limit: bool) -> bool {
+        let taken = {
+            let mut state = self.state();
+            let room = state.room().max(u32::from(over_limit)).min(GROWTH_PAGES);
+            let taken = state.shelf.take_empty(room);
+            if let Some((first, count)) = taken {
+                // Counts as present from now on.
+                let filled = Use::Reserved { filled: true };
+                (0..count).for_each(|at| state.shelf.set(first.plus(at), filled));
+            }
+            taken
+        };
+        let Some((first, count)) = taken else { return false };
+        self.memory.populate(first, count);
+        let mut state = self.state();
+        (1..count).for_each(|at| state.shelf.set(first.plus(at), Use::Blank));
+        hand.blank = Some(first);
+        true
+    }
+
+    /// Takes out at most `max` resident pages, oldest first, and inspects them.
+    pub fn take_out(&self, hand: &mut Hand, max: u32) -> TakenOut {
+        let Some(_protection) = self.try_lock_protection() else { return TakenOut::None };
+        if self.fork_waits.load(Ordering::Acquire) {
+            return TakenOut::Forking;
+        }
+        self.choose(hand, max.min(BATCH_PAGES));
+        self.take_chosen(hand)
+    }
+
+    /// Takes out the resident pages of a range.
+    pub fn take_out_range(&self, hand: &mut Hand, pages: Range<u32>) {
+        let mut pages = pages.map(PageId).peekable();
+        while pages.peek().is_some() && !self.fork_waits.load(Ordering::Acquire) {
+            {
+                let _protection = self.lock_protection();
+                let admit = |e: Entry| e.state() == PageState::Resident && !e.is_pinned();
+                let lock = |page| Some((page, self.table.try_lock(page, admit)?));
+                hand.run.clear();
+                hand.run.extend(pages.by_ref().filter_map(lock).take(BATCH_PAGES as usize));
+                self.place(hand, &mut self.state());
+                self.take_chosen(hand);
+            }
+            while self.post_write(hand) > 0 {}
+            self.wait_flights(hand);
+            let clean = {
+                let mut state = self.state();
+                let clean = state.shelf.clean();
+                self.reclaim(&mut state, clean)
+            };
+            self.wake_late();
+            self.discard_blank(clean);
+        }
+    }
+
+    /// Frees the memory of at most `count` blank positions.
+    fn discard_blank(&self, mut count: u32) {
+        while count > 0 {
+            let taken = self.state().shelf.take_blank(count);
+            let Some((first, taken)) = taken else { return };
+            self.memory.discard(first, taken);
+            let mut state = self.state();
+            (0..taken).for_each(|at| state.shelf.set(first.plus(at), Use::Empty));
+            count -= taken;
+        }
+    }
+
+    /// Takes out the pages of `hand.taken`.
+    fn take_chosen(&self, hand: &mut Hand) -> TakenOut {
+        if hand.taken.is_empty() {
+            self.wake_late();
+            return TakenOut::None;
+        }
+        let stop = self.move_chosen(hand);
+        let done = self.settle_taken(hand);
+        hand.taken_out += u64::from(done);
+        self.stats.add(Counter::PagesEvicted, u64::from(done));
+        match (done, stop) {
+            (0, Some(Stop::Forking)) => TakenOut::Forking,
+            (0, _) => TakenOut::None,
+            _ => TakenOut::Pages(done),
+        }
+    }
+
+    /// Locks victims, in runs of consecutive pages with consecutive empty positions.
+    fn choose(&self, hand: &mut Hand, max: u32) {
+        hand.run.clear();
+        let mut guard = self.state();
+        let state = &mut *guard;
+        state.queue.compact(&self.table, 2 * state.limit as usize);
+        for _ in 0..max {
+            let wanted = max - hand.run.len() as u32;
+            if wanted == 0 {
+                break;
+            }
+            let Some((start, pages)) = state.queue.pop(&self.table, wanted) else { break };
+            for page in (start.0..start.0 + pages).map(PageId) {
+                let admit = |e: Entry| e.state() == PageState::Resident && !e.is_pinned();
+                if let Some(entry) = self.table.try_lock(page, admit) {
+                    hand.run.push((page, entry));
+                } else if self.table.load(page).state() == PageState::Resident
+                    || self.table.load(page).is_busy()
+                {
+                    state.queue.push(&self.table, page, 1);
+                }
+            }
+        }
+        self.place(hand, state);
+    }
+
+    /// Reserves empty positions for the BUSY pages of `hand.run`, in runs.
+    fn place(&self, hand: &mut Hand, state: &mut State) {
+        hand.taken.clear();
+        hand.run.sort_unstable_by_key(|(page, _)| page.0);
+        let mut at = 0;
+        while at < hand.run.len() {
+            let first = hand.run[at].0;
+            let next = |&(index, (page, _)): &(usize, &(PageId, Entry))| {
+                page.0 == first.0 + index as u32
+            };
+            let run = hand.run[at..].iter().enumerate().take_while(next).count();
+            let Some((position, count)) = state.shelf.take_empty(run as u32) else { break };
+            for (index, &(page, entry)) in hand.run[at..at + count as usize].iter().enumerate() {
+                let position = position.plus(index as u32);
+                hand.taken.push(Taken { page, entry, position, content: None });
+            }
+            at += count as usize;
+        }
+        // Without an empty position, pages stay resident.
+        for &(page, entry) in &hand.run[at..] {
+            state.queue.push(&self.table, page, 1);
+            if self.table.unlock(page, entry) {
+                state.late_wakes.push(page);
+            }
+        }
+    }
+
+    /// Moves the chosen pages to their positions and inspects them.
+    fn move_chosen(&self, hand: &mut Hand) -> Option<Stop> {
+        let mut at = 0;
+        while at < hand.taken.len() {
+            let first = hand.taken[at];
+            let follows = |&(index, taken): &(usize, &Taken)| {
+                let index = index as u32;
+                taken.page.0 == first.page.0 + index && taken.position == first.position.plus(index)
+            };
+            let run = hand.taken[at..].iter().enumerate().take_while(follows).count();
+            let done = self.memory.take_out(first.page, first.position, run as u32);
+            for taken in &mut hand.taken[at..at + done.pages as usize] {
+                let bytes = self.memory.position(taken.position);
+                // SAFETY: the position has memory, and it is reserved by this thread.
+                taken.content = Some(unsafe { self.inspect(bytes) });
+            }
+            at += done.pages as usize;
+            match done.stop {
+                None => {}
+                Some(Stop::Forking) => {
+                    self.fork_waits.store(true, Ordering::Release);
+                    return Some(Stop::Forking);
+                }
+                // This page stays; the run goes on behind it.
+                Some(Stop::Pinned | Stop::Changed) => at += 1,
+            }
+        }
+        None
+    }
+
+    /// Returns the content of a page. A word that no slot index can hold counts as other content.
+    ///
+    /// # Safety
+    /// `bytes` points to a page that no other thread writes.
+    unsafe fn inspect(&self, bytes: *const u8) -> Content {
+        // SAFETY: by the caller.
+        match unsafe { self.fingerprints.inspect(bytes) } {
+            Content::Word(word) if SlotId::word(word).is_none() => {
+                // SAFETY: by the caller.
+                Content::Other(unsafe { self.fingerprints.of(bytes) })
+            }
+            content => content,
+        }
+    }
+
+    /// Gives the pages of `hand.taken` their new states. Returns the number of pages that are on the
+    /// shelf now.
+    fn settle_taken(&self, hand: &mut Hand) -> u32 {
+        let mut done = 0;
+        hand.woken.clear();
+        let mut guard = self.state();
+        let state = &mut *guard;
+        for &Taken { page, entry, position, content } in &hand.taken {
+            let Some(content) = content else {
+                state.shelf.set(position, Use::Empty);
+                state.queue.push(&self.table, page, 1);
+                if self.table.unlock(page, entry) {
+                    hand.woken.push(page);
+                }
+                continue;
+            };
+            done += 1;
+            state.resident -= 1;
+            let entry = self.shelve(state, page, position, entry.slot().map(SlotId), content);
+            if self.table.unlock(page, entry) {
+                hand.woken.push(page);
+            }
+        }
+        self.note_present(state.present());
+        drop(guard);
+        hand.woken.drain(..).for_each(|page| self.memory.wake(page, 1));
+        self.wake_late();
+        if done > 0 {
+            self.note_room();
+        }
+        done
+    }
+
+    /// Files a page that was taken out, by its content. Returns the page's new entry.
+    fn shelve(
+        &self,
+        state: &mut State,
+        page: PageId,
+        position: Position,
+        slot: Option<SlotId>,
+        content: Content,
+    ) -> Entry {
+        let (used, entry) = match content {
+            Content::Zero => {
+                self.stats.add(Counter::PagesZeroEvicted, 1);
+                (Use::Blank, Entry::ABSENT)
+            }
+            Content::Word(word) => {
+                let slot = SlotId::word(word).expect("`inspect` has checked the word");
+                self.stats.add(Counter::PagesWordEvicted, 1);
+                (Use::Blank, Entry::remote(slot.0))
+            }
+            Content::Other(print) => {
+                let is_stored = slot.is_some_and(|slot| self.slots().print(slot) == Some(print));
+                let used = if is_stored { Use::Clean } else { Use::Dirty };
+                self.stats.add(Counter::PagesCleanEvicted, u64::from(is_stored));
+                state.shelf.hold(position, used, Record { page, slot, print, window: None });
+                return Entry::shelved(position.0);
+            }
+        };
+        state.shelf.set(position, used);
+        slot.into_iter().for_each(|slot| self.free_slot(slot));
+        entry
+    }
+
+    /// Wakes the threads at pages that were unlocked under the state's lock.
+    pub(super) fn wake_late(&self) {
+        loop {
+            let page = self.state().late_wakes.pop();
+            match page {
+                Some(page) => self.memory.wake(page, 1),
+                None => return,
+            }
+        }
+    }
+
+    /// Returns true if [`Pages::work`] has something to do.
+    pub fn has_work(&self) -> bool {
+        let state = self.state();
+        let ready = state.room() + state.shelf.blank();
+        ready < self.sizes.stock || state.shelf.dirty() >= self.sizes.window
+    }
+
+    /// Writes back every dirty page and waits for all transfers. Every page on the shelf is equal
+    /// to its slot then, unless pages are taken out meanwhile.
+    pub fn flush(&self, hand: &mut Hand) {
+        loop {
+            self.post_write(hand);
+            let waited = self.wait_flights(hand);
+            let state = self.state();
+            if state.shelf.dirty() == 0 && state.flights.is_idle() {
+                return;
+            }
+            drop(state);
+            if !waited {
+                self.memory.pause();
+            }
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! Simulation of the pager: its real logic under a model of the kernel and of the transport. A seed
+//! determines the program, the sizes, and the order of all events.
+//!
+//! ```text
+//!   program's threads      handlers   worker   device   children     NIC
+//!          |                  |         |        |         |          |
+//!          v                  v         v        |         v          v
+//!   +-------------+       +-------------------+  |   +--------------------+
+//!   | model of    | <---> |  pages::Pages     | <--> | model of the       |
+//!   | the kernel  |       |  (product code)   |  |   | transport          |
+//!   +-------------+       +-------------------+  |   +--------------------+
+//!          |                                     |
+//!          +------------> oracle <---------------+
+//! ```
+//!
+//! - [`fiber`]: threads, of which one runs at a time. Each is suspended wherever another thread
+//!   could interfere: before each lock, each change of the page table, each page that the kernel
+//!   moves, and while it waits.
+//! - [`crate::memory::model`]: the kernel. It asserts the contract of [`crate::memory::Memory`].
+//! - [`transport`]: chunks. It asserts that no slot is overwritten or freed while a transfer of it
+//!   is in flight.
+//! - [`oracle`]: what each page must contain.
+//! - [`world`]: a process, and the checks after each step and at the end.
+//! - [`kinds`]: programs and sizes. [`explore`]: all orders of a small world.
+//!
+//! `GRANARY_PAGER_SEEDS=FROM..TO` sets the seeds. A failed seed is run again with a trace.
+
+mod explore;
+pub(crate) mod fiber;
+mod kinds;
+mod oracle;
+mod program;
+pub(crate) mod random;
+mod threads;
+mod transport;
+mod world;
+
+use std::ops::Range;
+
+use fiber::{Choice, Schedule};
+use kinds::Kind;
+use random::Random;
+use world::Summary;
+
+/// A random order. Each seed prefers some fibers, and changes between them more or less often.
+struct RandomOrder {
+    random: Random,
+    weights: Vec<u32>,
+    /// Steps of a fiber without another one, on average.
+    stay: u32,
+}
+
+impl RandomOrder {
+    fn new(seed: u64) -> Self {
+        let mut random = Random::new(seed, 20);
+        let weights = (0..32).map(|_| random.pick(&[1, 4, 4, 16])).collect();
+        let stay = random.pick(&[1, 2, 8, 40]);
+        Self { random, weights, stay }
+    }
+}
+
+impl Schedule for RandomOrder {
+    fn choose(&mut self, choice: &Choice<'_>) -> usize {
+        if let Some(last) = choice.last
+            && !self.random.once_in(self.stay)
+        {
+            return last;
+        }
+        let weight = |fiber: usize| self.weights[fiber % self.weights.len()];
+        let sum: u32 = choice.runnable.iter().map(|&fiber| weight(fiber)).sum();
+        let mut left = self.random.below(sum);
+        for &fiber in choice.runnable {
+            match left.checked_sub(weight(fiber)) {
+                Some(rest) => left = rest,
+                None => return fiber,
+            }
+        }
+        unreachable!("the weights' sum is {sum}")
+    }
+}
+
+fn run_seed(kind: Kind, seed: u64) -> Result<Summary, String> {
+    world::run(&kinds::setup(kind, seed), seed, &mut RandomOrder::new(seed))
+}
+
+/// Returns the seeds to run.
+fn seeds() -> Range<u64> {
+    if let Ok(range) = std::env::var("GRANARY_PAGER_SEEDS") {
+        let ends = range
+            .split_once("..")
+            .and_then(|(from, to)| Some(from.parse::<u64>().ok()?..to.parse::<u64>().ok()?));
+        return ends.unwrap_or_else(|| panic!("GRANARY_PAGER_SEEDS={range}: expected FROM..TO"));
+    }
+    let is_full = std::env::var_os("GRANARY_TEST_FULL").is_some_and(|value| value == "1");
+    0..if is_full { 12_000 } else { 1_000 }
+}
+
+/// Runs the seeds of a kind.
+fn run_kind(kind: Kind) {
+    let mut sum = Summary::default();
+    let seeds = seeds();
+    for seed in seeds.clone() {
+        match run_seed(kind, seed) {
+            Ok(summary) => sum.add(&summary),
+            Err(_) => fail(kind, seed),
+        }
+    }
+    if seeds.end - seeds.start >= 1_000 {
+        let Summary { steps, faults, taken_out, written, read, read_ahead } = sum;
+        let least = [steps / 1_000, faults, taken_out, written, read, read_ahead];
+        assert!(least.iter().all(|count| *count >= 1_000), "the seeds test little: {sum:?}");
+    }
+}
+
+/// Runs a failed seed again, with a trace.
+fn fail(kind: Kind, seed: u64) -> ! {
+    fiber::set_trace(true);
+    let error = run_seed(kind, seed).err();
+    let trace = fiber::take_trace().join("\n");
+    fiber::set_trace(false);
+    let error = error.unwrap_or_else(|| "the second run of the seed is not wrong".into());
+    let setup = kinds::setup(kind, seed);
+    panic!("{trace}\n{setup:?}\nwrong: {kind:?} seed {seed}: {error}");
+}
+
+macro_rules! kinds {
+    ($($test:ident: $kind:ident,)*) => {
+        $(
+            #[test]
+            fn $test() {
+                run_kind(Kind::$kind);
+            }
+        )*
+    };
+}
+
+kinds! {
+    sequential_pages_keep_their_content: Sequential,
+    random_pages_keep_their_content: Random,
+    working_sets_keep_their_content: WorkingSets,
+    strides_keep_their_content: Strides,
+    pages_that_threads_share_keep_their_content: SamePages,
+    dropped_pages_read_as_zeros: Drops,
+    pages_keep_their_content_with_a_full_pool: FullPool,
+    children_see_their_parent_at_the_fork: Forks,
+    pages_keep_their_content_while_the_limit_changes: Resizes,
+    moved_pages_keep_their_content: Moves,
+    devices_write_to_pinned_pages: Pins,
+    copied_pages_keep_their_content: Copies,
+    pages_keep_their_content_with_a_small_shelf: SmallShelf,
+    inherited_pages_keep_their_content: Inherits,
+    pages_keep_their_content_in_all_events_together: All,
+}
+
+#[test]
+fn a_seed_runs_the_same_way_twice() {
+    for seed in 0..20 {
+        fiber::set_trace(true);
+        let first = run_seed(Kind::All, seed).map(|summary| (summary, fiber::take_trace()));
+        let second = run_seed(Kind::All, seed).map(|summary| (summary, fiber::take_trace()));
+        assert_eq!(first, second, "seed {seed}");
+    }
+    fiber::set_trace(false);
+}

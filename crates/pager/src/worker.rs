@@ -1,0 +1,62 @@
+//! The worker thread: the asynchronous path of the pager.
+//!
+//! The worker takes pages out, writes them back, reclaims positions, frees chunks, does its part of
+//! forks, and measures unpaged memory. Where the machine has two cores or fewer, the program and
+//! the NIC's polling thread occupy them; the handler then does the worker's work on pages in slices
+//! ([`crate::fault`]), and the worker only the rest.
+
+use std::sync::atomic::Ordering;
+
+use crate::pager::Pager;
+use crate::pages::Hand;
+use crate::sys;
+use crate::unpaged;
+
+/// Pages that the worker takes out at once.
+const BATCH_PAGES: u32 = 64;
+
+impl Pager {
+    /// Runs the worker's loop.
+    pub(crate) fn worker(self: &std::sync::Arc<Self>) {
+        let mut hand = Hand::default();
+        let mut pause_ms = unpaged::SAMPLE_MS_MIN;
+        loop {
+            let seen = self.worker_wakes.load(Ordering::Acquire);
+            self.pages.free_emptied();
+            self.take_out_advised(&mut hand);
+            self.help_fork(&mut hand);
+            if !self.evicts_inline {
+                while self.pages.work(&mut hand, BATCH_PAGES) && !self.forks.is_asked() {}
+            }
+            self.pages.update_gauges();
+            self.worker_sleeps.store(true, Ordering::SeqCst);
+            while self.worker_wakes.load(Ordering::SeqCst) == seen {
+                sys::futex_wait(&self.worker_wakes, seen, Some(pause_ms));
+                if self.worker_wakes.load(Ordering::SeqCst) == seen {
+                    pause_ms = self.sample_unpaged(pause_ms);
+                }
+            }
+            self.worker_sleeps.store(false, Ordering::SeqCst);
+        }
+    }
+
+    /// Measures unpaged memory if it seems to have changed. Returns the time until the next call,
+    /// in milliseconds.
+    pub(crate) fn sample_unpaged(&self, pause_ms: u64) -> u64 {
+        match self.measure_unpaged(false) {
+            true => unpaged::SAMPLE_MS_MIN,
+            false => (2 * pause_ms).min(unpaged::SAMPLE_MS_MAX),
+        }
+    }
+
+    /// Wakes the worker if there is work on pages for it, or in any case if `always`.
+    pub(crate) fn wake_worker(&self, always: bool) {
+        if !always && (self.evicts_inline || !self.pages.has_work()) {
+            return;
+        }
+        self.worker_wakes.fetch_add(1, Ordering::AcqRel);
+        if self.worker_sleeps.load(Ordering::SeqCst) {
+            sys::futex_wake(&self.worker_wakes);
+        }
+    }
+}
