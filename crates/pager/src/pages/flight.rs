@@ -245,7 +245,7 @@ impl<M: Memory> Pages<M> {
         hand.pairs.clear();
         let mut guard = self.state();
         let state = &mut *guard;
-        let posted = state.flights.take_window().map(|index| {
+        let posted = state.flights.take_window().inspect(|&index| {
             self.gather_window(state, index, window);
             let flight = state.flights.get(index);
             flight.direction = Direction::Read;
@@ -257,7 +257,6 @@ impl<M: Memory> Pages<M> {
             if hand.pairs.is_empty() {
                 flight.phase = Phase::Free;
             }
-            index
         });
         let pages = hand.pairs.len() as u32;
         let Some(index) = posted.filter(|_| pages > 0) else {

@@ -24,7 +24,7 @@ impl Random {
 
     /// Returns a number below `end`, which must not be 0.
     pub(crate) fn below(&mut self, end: u32) -> u32 {
-        ((self.bits() >> 32) * u64::from(end) >> 32) as u32
+        (((self.bits() >> 32) * u64::from(end)) >> 32) as u32
     }
 
     /// Returns a number of a range that is not empty.
