@@ -248,7 +248,6 @@ impl Shelf {
     }
 
     /// Checks the counts against the uses.
-    #[cfg(any(test, debug_assertions))]
     pub fn check(&self) {
         let count = |wanted: fn(&Use) -> bool| self.uses.iter().filter(|u| wanted(u)).count() as u32;
         assert_eq!(self.filled, count(|u| is_filled(*u)), "filled positions");
