@@ -261,7 +261,7 @@ impl Slots {
 
     /// Returns true if the pool is to be asked for a chunk: false for a while after it was full.
     pub fn wants_pool(&self) -> bool {
-        self.full_since.is_none_or(|since| since.elapsed() >= FULL_RETRY_INTERVAL)
+        self.full_since.is_none_or(is_retry_due)
     }
 
     /// Adds a chunk of the pool, from which the next slots are allocated.
@@ -472,6 +472,15 @@ impl Slots {
         }
         emptied
     }
+}
+
+/// Returns true if a pool that was full at a time is to be asked again.
+fn is_retry_due(since: Instant) -> bool {
+    #[cfg(test)]
+    if let Some(step) = crate::sim::fiber::step() {
+        return step.is_multiple_of(64);
+    }
+    since.elapsed() >= FULL_RETRY_INTERVAL
 }
 
 fn get(bits: &[u64], index: u32) -> bool {

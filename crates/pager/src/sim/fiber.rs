@@ -27,6 +27,8 @@ type Program = Box<dyn FnOnce()>;
 thread_local! {
     /// The running fiber, and the place of its yielder.
     static RUNNING: Cell<Option<(usize, *const YielderPlace)>> = const { Cell::new(None) };
+    /// Number of the current step.
+    static STEP: Cell<u32> = const { Cell::new(0) };
     /// Fibers that start at the next step.
     static SPAWNED: RefCell<Vec<(String, Program)>> = const { RefCell::new(Vec::new()) };
     /// Returns true if no fiber may be suspended now, because it holds a lock.
@@ -45,6 +47,11 @@ const TRACE_LINES: usize = 400;
 /// Returns the number of the running fiber.
 pub(crate) fn current() -> Option<usize> {
     RUNNING.get().map(|(fiber, _)| fiber)
+}
+
+/// Returns the number of the current step, in place of the time. `None` outside of fibers.
+pub(crate) fn step() -> Option<u32> {
+    current().map(|_| STEP.get())
 }
 
 /// Lets another fiber run, if the schedule says so. Without effect outside of fibers, and while the
@@ -191,6 +198,7 @@ fn run_all(
     let mut runnable = Vec::new();
     let mut last = None;
     for step in 0..max_steps {
+        STEP.set(step);
         for (name, program) in SPAWNED.take() {
             fibers.push(Fiber::new(name, program));
         }

@@ -103,6 +103,7 @@ pub(crate) fn setup(kind: Kind, seed: u64) -> Setup {
             setup.sizes.limit = random.within(setup.pages.max(3) - 1..=setup.pages + 1);
             setup.sizes.stock = random.within(1..=2);
             setup.sizes.keep = random.within(0..=1);
+            program.drops = random.pick(&[0, 6]);
         }
         Kind::Drops => {
             (program.drops, program.raw_drops) = (8, random.pick(&[0, 8]));

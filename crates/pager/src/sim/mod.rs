@@ -108,7 +108,7 @@ fn run_kind(kind: Kind) {
     if seeds.end - seeds.start >= 1_000 {
         let Summary { steps, faults, taken_out, written, read, read_ahead } = sum;
         let least = [steps / 1_000, faults, taken_out, written, read, read_ahead];
-        assert!(least.iter().all(|count| *count >= 1_000), "the seeds test little: {sum:?}");
+        assert!(least.iter().all(|count| *count >= 100), "the seeds test little: {sum:?}");
     }
 }
 
