@@ -446,6 +446,62 @@ pub fn batches_over_groups(setup: &Setup) {
     node.check_whole(8);
 }
 
+pub fn batches_are_polled_to_their_end(setup: &Setup) {
+    const PAGES: usize = 32;
+    let node = setup.node_of(1 << 18, 4);
+    let pool = node.connect();
+    let grants: Vec<Grant> = (0..2).map(|_| pool.allocate_blocking().unwrap()).collect();
+    let buffer = pool.buffer(2 * PAGES * 4096).unwrap();
+    // Every second page of the chunks, from one half of the buffer or to the other.
+    let transfers = |half: usize| -> Vec<Transfer<'_>> {
+        let transfer = |i| Transfer {
+            grant: &grants[i % 2],
+            offset: (i / 2 * 8192) as u64,
+            buffer_offset: (half * PAGES + i) * 4096,
+            len: 4096,
+        };
+        (0..PAGES).map(transfer).collect()
+    };
+    for i in 0..PAGES {
+        buffer.memory().write(i * 4096, &[i as u8 + 1; 4096]);
+    }
+    let mut writes = pool.start_write_batch(&transfers(0), &buffer, Lane(1)).unwrap();
+    while !writes.poll().unwrap() {
+        std::thread::yield_now();
+    }
+    assert!(writes.poll().unwrap(), "a batch that has ended stays so");
+    // Several batches in flight, polled last one first.
+    let mut reads: Vec<_> = transfers(1)
+        .chunks(8)
+        .map(|part| pool.start_read_batch(part, &buffer, Lane(0)).unwrap())
+        .collect();
+    while !reads.iter_mut().rev().map(|batch| batch.poll().unwrap()).fold(true, |a, b| a && b) {
+        std::thread::yield_now();
+    }
+    for i in 0..PAGES {
+        let mut page = [0; 4096];
+        buffer.memory().read((PAGES + i) * 4096, &mut page);
+        assert!(page == [i as u8 + 1; 4096], "page {i}");
+    }
+    // A refused access is reported, also by another thread than the one that posted, and the QP
+    // works afterwards.
+    let old = dead_grant(&pool, setup);
+    let bad = Transfer { grant: &old, offset: 0, buffer_offset: 0, len: 4096 };
+    let mut refused = pool.start_read_batch(&[transfers(1)[0], bad], &buffer, Lane(0)).unwrap();
+    let poll = move || {
+        loop {
+            match refused.poll() {
+                Ok(false) => std::thread::yield_now(),
+                ended => break ended.map(drop),
+            }
+        }
+    };
+    assert!(is_refused(std::thread::spawn(poll).join().unwrap()));
+    pool.read_batch_blocking(&transfers(1), &buffer, Lane(0)).unwrap();
+    drop(pool);
+    node.check_whole(4);
+}
+
 pub fn abandoned_operations_have_no_side_effect(setup: &Setup) {
     let node = setup.node_of(1 << 20, 2);
     let pool = node.connect();
