@@ -66,3 +66,23 @@ fn is_page_server() -> bool {
 pub(super) fn set_page_server() {
     IS_PAGE_SERVER.set(true);
 }
+
+#[cfg(test)]
+impl Inheritance {
+    /// A connection to a thread that answers READ with `content`, until the connection is closed.
+    pub(crate) fn served_by(content: fn(u32) -> [u64; PAGE_BYTES / 8]) -> Self {
+        let [calls, answers] = channel::pair().expect("a pair of sockets");
+        let [server_calls, _] = channel::pair().expect("a pair of sockets");
+        std::thread::spawn(move || {
+            while let Ok((Message { start, end, .. }, _)) = channel::receive(answers.as_raw_fd()) {
+                let pages: Vec<_> = (start..end).map(content).collect();
+                // SAFETY: as many pages as the message names.
+                let sent = unsafe {
+                    channel::send_pages(answers.as_raw_fd(), pages.as_ptr().cast(), pages.len())
+                };
+                sent.expect("the reader waits for the pages");
+            }
+        });
+        Self::new(calls, server_calls)
+    }
+}

@@ -263,9 +263,9 @@ impl ModelMemory {
             let mut kernel = self.kernel();
             kernel.waits.retain(|wait| wait.thread != thread);
             // The handler does not read the fault of a thread that waits no more.
-            kernel.events.retain(|event| {
-                !matches!(event, Event::Fault { thread: other, .. } if *other == thread)
-            });
+            kernel.events.retain(
+                |event| !matches!(event, Event::Fault { thread: other, .. } if *other == thread),
+            );
         }
     }
 
@@ -293,6 +293,11 @@ impl ModelMemory {
             let content = &mut kernel.pages[page.0 as usize];
             write(content.as_mut().expect("a pinned page stays mapped"));
         }
+    }
+
+    /// Maps a page before the program starts.
+    pub(crate) fn start_with(&self, page: PageId, content: Box<Bytes>) {
+        self.kernel().map(page, content);
     }
 
     /// Forks: returns the child's copy of the mapped pages. Until the handler has read the event,

@@ -2,6 +2,7 @@
 //! table.
 
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 
 use crate::memory::{Memory, Position};
 use crate::page_table::{Entry, PageId, State as PageState};
@@ -205,6 +206,12 @@ impl<M: Memory> Pages<M> {
         let inherited = |slot: Option<SlotId>| slot.is_some_and(|s| s.inherited_page().is_some());
         let mut remote: Vec<(PageId, SlotId)> = Vec::new();
         self.table.touched(0..self.table.len() as u32, |part| {
+            // From the write-back before a fork until its snapshot, each page must keep its slot.
+            let protection = self.try_lock_protection();
+            if protection.is_none() || self.fork_waits.load(Ordering::Acquire) {
+                self.memory.pause();
+                return;
+            }
             for page in part.map(PageId) {
                 let entry = self.table.load(page);
                 match entry.state() {

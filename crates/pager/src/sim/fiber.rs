@@ -135,7 +135,7 @@ impl Fiber {
         !self.is_done
             && match self.why {
                 Suspension::Point | Suspension::Pause => true,
-                // SAFETY: the fiber is suspended in `wait_until`, on whose stack the condition lives.
+                // SAFETY: the fiber is suspended in `wait_until`, which has the condition.
                 Suspension::Until(_, condition) => unsafe { (*condition)() },
             }
     }

@@ -35,6 +35,8 @@ pub(crate) enum Kind {
     Copies,
     /// The shelf has fewer positions than are wanted.
     SmallShelf,
+    /// The process is a promoted child.
+    Inherits,
     /// All together.
     All,
 }
@@ -66,6 +68,7 @@ pub(crate) fn setup(kind: Kind, seed: u64) -> Setup {
         capacity: u32::MAX,
         resizes: 0,
         pins: 0,
+        inherits: false,
         max_steps: 200_000,
     };
     let threads = random.within(1..=3);
@@ -133,7 +136,14 @@ pub(crate) fn setup(kind: Kind, seed: u64) -> Setup {
             program.operations = 150;
             program.writes = 1;
         }
+        Kind::Inherits => {
+            setup.inherits = true;
+            program.drops = random.pick(&[0, 12]);
+            program.moves = random.pick(&[0, 12]);
+            program.forks = random.pick(&[0, 16]);
+        }
         Kind::All => {
+            setup.inherits = random.once_in(4);
             let mut rare = || random.pick(&[0, 12, 40]);
             program.drops = rare();
             program.raw_drops = rare();

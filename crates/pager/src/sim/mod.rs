@@ -13,12 +13,12 @@
 //!          +------------> oracle <---------------+
 //! ```
 //!
-//! - [`fiber`]: threads, of which one runs at a time. Each is suspended wherever another thread could
-//!   interfere: before each lock, each change of the page table, each page that the kernel moves, and
-//!   while it waits.
+//! - [`fiber`]: threads, of which one runs at a time. Each is suspended wherever another thread
+//!   could interfere: before each lock, each change of the page table, each page that the kernel
+//!   moves, and while it waits.
 //! - [`crate::memory::model`]: the kernel. It asserts the contract of [`crate::memory::Memory`].
-//! - [`transport`]: chunks. It asserts that no slot is overwritten or freed while a transfer of it is
-//!   in flight.
+//! - [`transport`]: chunks. It asserts that no slot is overwritten or freed while a transfer of it
+//!   is in flight.
 //! - [`oracle`]: what each page must contain.
 //! - [`world`]: a process, and the checks after each step and at the end.
 //! - [`kinds`]: programs and sizes. [`explore`]: all orders of a small world.
@@ -86,9 +86,9 @@ fn run_seed(kind: Kind, seed: u64) -> Result<Summary, String> {
 /// Returns the seeds to run.
 fn seeds() -> Range<u64> {
     if let Ok(range) = std::env::var("GRANARY_PAGER_SEEDS") {
-        let ends = range.split_once("..").and_then(|(from, to)| {
-            Some(from.parse::<u64>().ok()?..to.parse::<u64>().ok()?)
-        });
+        let ends = range
+            .split_once("..")
+            .and_then(|(from, to)| Some(from.parse::<u64>().ok()?..to.parse::<u64>().ok()?));
         return ends.unwrap_or_else(|| panic!("GRANARY_PAGER_SEEDS={range}: expected FROM..TO"));
     }
     let is_full = std::env::var_os("GRANARY_TEST_FULL").is_some_and(|value| value == "1");
@@ -96,16 +96,20 @@ fn seeds() -> Range<u64> {
 }
 
 /// Runs the seeds of a kind.
-fn run_kind(kind: Kind) -> Summary {
+fn run_kind(kind: Kind) {
     let mut sum = Summary::default();
-    for seed in seeds() {
+    let seeds = seeds();
+    for seed in seeds.clone() {
         match run_seed(kind, seed) {
             Ok(summary) => sum.add(&summary),
             Err(_) => fail(kind, seed),
         }
     }
-    eprintln!("{kind:?}: {sum:?}");
-    sum
+    if seeds.end - seeds.start >= 1_000 {
+        let Summary { steps, faults, taken_out, written, read, read_ahead } = sum;
+        let least = [steps / 1_000, faults, taken_out, written, read, read_ahead];
+        assert!(least.iter().all(|count| *count >= 1_000), "the seeds test little: {sum:?}");
+    }
 }
 
 /// Runs a failed seed again, with a trace.
@@ -144,6 +148,7 @@ kinds! {
     devices_write_to_pinned_pages: Pins,
     copied_pages_keep_their_content: Copies,
     pages_keep_their_content_with_a_small_shelf: SmallShelf,
+    inherited_pages_keep_their_content: Inherits,
     pages_keep_their_content_in_all_events_together: All,
 }
 

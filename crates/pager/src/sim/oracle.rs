@@ -44,6 +44,11 @@ impl Oracle {
         Self { pages: (0..pages).map(|_| zeros()).collect() }
     }
 
+    /// Sets the content of a page before the program starts.
+    pub(crate) fn starts_with(&mut self, page: u32, content: Box<Bytes>) {
+        self.pages[page as usize].versions = vec![Version { content, is_dropped: false }];
+    }
+
     /// Checks what a thread sees in a page.
     pub(crate) fn sees(&mut self, page: u32, seen: &Bytes) {
         let expected = &mut self.pages[page as usize];

@@ -60,7 +60,9 @@ pub(crate) fn run(world: &Rc<World>, index: u32, program: &Program) {
     let mut page = below(pages);
     for _ in 0..program.operations {
         page = match program.order {
-            Order::Stride(step) => (i64::from(page) + i64::from(step)).rem_euclid(pages.into()) as u32,
+            Order::Stride(step) => {
+                (i64::from(page) + i64::from(step)).rem_euclid(pages.into()) as u32
+            }
             Order::Random => below(pages),
             Order::Working(count) if !once_in(16) => below(count.min(pages)),
             Order::Working(_) => below(pages),
@@ -140,6 +142,7 @@ fn drop_pages(world: &World, range: std::ops::Range<u32>) {
 
 /// Drops a page by a raw system call. The kernel drops only mapped pages.
 fn drop_raw(world: &World, page: u32) {
+    wait_until("waits for the end of a move", || !world.excluded.borrow()[page as usize]);
     world.raw_drops.set(true);
     if world.pages.memory.drop_raw(PageId(page)) {
         world.oracle.borrow_mut().dropped(page);

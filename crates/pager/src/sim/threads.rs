@@ -216,7 +216,7 @@ pub(crate) fn device(world: &World) {
     for _ in 0..world.setup.pins {
         let page = world.random.borrow_mut().below(world.setup.pages);
         point();
-        if !world.pages.memory.pin(PageId(page)) {
+        if world.excluded.borrow()[page as usize] || !world.pages.memory.pin(PageId(page)) {
             continue;
         }
         trace(|| format!("page {page} is pinned"));
@@ -232,6 +232,23 @@ pub(crate) fn device(world: &World) {
         });
         trace(|| format!("page {page} is written by a device"));
     }
+    world.running.set(world.running.get() - 1);
+}
+
+/// A promoted child's thread that moves the inherited pages once the parent has ended.
+pub(crate) fn heir(world: &World) {
+    let steps = world.random.borrow_mut().within(1..=400);
+    (0..steps).for_each(|_| point());
+    let mut hand = Hand::default();
+    while world.pages.slots().inherited() > 0 {
+        world.pages.move_inherited(&mut hand);
+        pause();
+    }
+    wait_until("waits for children that need inherited pages", || {
+        !world.pages.slots().has_dependents()
+    });
+    trace(|| "the parent's page server is released".into());
+    world.pages.backing.release_inheritance();
     world.running.set(world.running.get() - 1);
 }
 
@@ -253,9 +270,7 @@ pub(crate) fn fork(world: &World, thread: u32, mut touch: impl FnMut()) {
     let expected = (0..world.setup.pages).map(|page| world.oracle.borrow().contents(page));
     let copied = Copied { expected: expected.collect(), mapped: world.pages.memory.fork() };
     forking.snapshot.replace(Some(copied));
-    wait_until("waits for the handler to read a fork's event", || {
-        !world.pages.memory.is_forking()
-    });
+    wait_until("waits for the handler to read a fork's event", || !world.pages.memory.is_forking());
     forking.thread.set(None);
     drop(protection);
     wait_until("waits for the snapshot", || forking.children_added.get() != added_before);

@@ -1,7 +1,8 @@
 //! A simulated transport: chunks whose transfers take time and overtake each other.
 //!
-//! Each transfer is done page by page, in an order that the schedule and a seed decide, by a fiber that
-//! plays the NIC. Until a transfer's end is known to the pager, its slots and frames are in use.
+//! Each transfer is done page by page, in an order that the schedule and a seed decide, by a fiber
+//! that plays the NIC. Its slots and frames are in use until the pager knows of the end of the
+//! transfer.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};

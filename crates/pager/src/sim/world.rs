@@ -12,9 +12,10 @@ use super::threads;
 use super::transport::ModelTransport;
 use crate::backing::Backing;
 use crate::fingerprint::Fingerprints;
+use crate::fork::inheritance::Inheritance;
 use crate::memory::Position;
-use crate::memory::model::{Bytes, ModelMemory, Odds};
-use crate::page_table::{PageId, PageTable, State as PageState};
+use crate::memory::model::{Bytes, ModelMemory, Odds, WORDS};
+use crate::page_table::{Entry, PageId, PageTable, State as PageState};
 use crate::pages::{Hand, Pages, Sizes};
 use crate::shelf::{Use, holds_page};
 use crate::slots::{ChunkLocation, Place, SlotId, Source};
@@ -41,6 +42,8 @@ pub(crate) struct Setup {
     pub resizes: u32,
     /// Pages that devices pin, one after another.
     pub pins: u32,
+    /// The process is a promoted child: some of its pages are in its parent's slots.
+    pub inherits: bool,
     pub max_steps: u32,
 }
 
@@ -100,11 +103,11 @@ impl World {
         let random = |purpose| Random::new(seed, purpose);
         let pool =
             ModelTransport::new(sizes.frames(), setup.chunk_pages, setup.capacity, random(1));
-        let memory =
-            ModelMemory::new(pages, sizes.positions, setup.copied_run, odds, random(2));
+        let memory = ModelMemory::new(pages, sizes.positions, setup.copied_run, odds, random(2));
         let table = PageTable::new(pages as usize).expect("memory for a page table");
         let stats = Stats::private().expect("memory for counters");
-        let backing = Backing::new(Box::new(pool.clone()), std::env::temp_dir(), None);
+        let inheritance = setup.inherits.then(|| Inheritance::served_by(|page| inherited(page).0));
+        let backing = Backing::new(Box::new(pool.clone()), std::env::temp_dir(), inheritance);
         let prints = Fingerprints::new().expect("random numbers for the key");
         let world = Rc::new(Self {
             pages: Pages::new(table, memory, backing, stats, sizes, prints),
@@ -129,7 +132,32 @@ impl World {
             setup,
         });
         world.pages.memory.watch(&world.pages.table);
+        if world.setup.inherits {
+            world.import_pages();
+        }
         world
+    }
+
+    /// Enters the pages of a promoted child: resident ones, and those that its parent has.
+    fn import_pages(&self) {
+        let mut count = 0;
+        for page in 0..self.setup.pages {
+            let (id, content) = (PageId(page), Box::new(inherited(page)));
+            match self.random.borrow_mut().below(4) {
+                0 => continue,
+                1 => {
+                    self.pages.memory.start_with(id, content.clone());
+                    self.pages.enter(id, Entry::resident(None));
+                }
+                _ => {
+                    self.pages.enter(id, Entry::remote(SlotId::inherited(id).0));
+                    count += 1;
+                }
+            }
+            self.oracle.borrow_mut().starts_with(page, content);
+        }
+        self.pages.slots().inherit(count);
+        self.allowed.set(self.allowed.get().max(self.pages.present()));
     }
 
     /// Locks the protections as the pager's threads do.
@@ -175,7 +203,7 @@ impl World {
     /// Checks the state of all pages while no thread works on pages.
     fn check_quiet(&self) {
         let pages = &self.pages;
-        pages.check_quiet(false);
+        pages.check_quiet(true);
         let state = pages.state();
         for position in (0..state.shelf.len()).map(Position) {
             let used = state.shelf.used(position);
@@ -227,6 +255,7 @@ impl World {
                 let content = self.pool.content(chunk, offset_bytes);
                 content.unwrap_or_else(|| panic!("{slot:?} was never written"))
             }
+            Source::Inherited(page) => Box::new(inherited(page.0)),
             source => panic!("{slot:?} is in {source:?}"),
         }
     }
@@ -239,12 +268,17 @@ impl World {
         trace(|| "all threads have ended".into());
         let mut hand = Hand::default();
         self.pages.wait_flights(&mut hand);
+        // Some calls of `work` bring the present pages back to the limit.
+        for _ in 0..100 {
+            self.pages.work(&mut hand, 64);
+            self.pages.wait_flights(&mut hand);
+        }
         assert!(self.pages.state().late_wakes.is_empty(), "all threads were woken");
         // With an overflow file, the content is not at hand.
         if self.pages.slots().held().1 == 0 {
             self.check_quiet();
         } else {
-            self.pages.check_quiet(false);
+            self.pages.check_quiet(true);
         }
         {
             let protection = self.lock_protection();
@@ -255,6 +289,7 @@ impl World {
         self.pages.free_emptied();
         self.pages.check_quiet(false);
         assert_eq!(self.pages.slots().held(), (0, 0), "chunks are left");
+        assert_eq!(self.pages.slots().inherited(), 0, "inherited slots are left");
         assert_eq!(self.pool.chunks_held(), 0, "chunks of the pool are left");
         assert_eq!(self.pool.in_flight(), 0, "transfers are left");
         let state = self.pages.state();
@@ -274,10 +309,17 @@ impl World {
     }
 }
 
+/// Returns the content of a page at the fork that made the simulated process.
+fn inherited(page: u32) -> Bytes {
+    let mut content = Bytes([0; WORDS]);
+    content.0[page as usize % WORDS] = 1 << 62 | u64::from(page);
+    content
+}
+
 /// What a run has done, for the tests of the simulation itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Summary {
-    pub steps: u32,
+    pub steps: u64,
     pub faults: u64,
     pub taken_out: u64,
     pub written: u64,
@@ -335,6 +377,11 @@ pub(crate) fn run(
         world.running.set(world.running.get() + 1);
         spawn("device", move || threads::device(&world));
     }
+    if setup.inherits {
+        let world = world.clone();
+        world.running.set(world.running.get() + 1);
+        spawn("heir", move || threads::heir(&world));
+    }
     {
         let world = world.clone();
         spawn("end", move || world.finish());
@@ -353,7 +400,7 @@ pub(crate) fn run(
     };
     let count = |counter: Counter| world.pages.stats.get(counter);
     Ok(Summary {
-        steps,
+        steps: u64::from(steps),
         faults: count(Counter::Faults),
         taken_out: count(Counter::PagesEvicted),
         written: count(Counter::PagesOut),
