@@ -1,6 +1,7 @@
 //! Requirements on every allocation scheme: one list of checks, run for each scheme and each
 //! attachment of the NIC.
 
+mod batches;
 mod checks;
 #[path = "../common/mod.rs"]
 mod common;
