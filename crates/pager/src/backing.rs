@@ -7,8 +7,8 @@
 use std::path::PathBuf;
 use std::sync::{MutexGuard, OnceLock};
 
-use crate::descriptor;
 use crate::config::{EXIT_PAGER, EXIT_POOL_GONE};
+use crate::descriptor;
 use crate::fork::inheritance::Inheritance;
 use crate::page_table::PageId;
 use crate::slots::{ChunkLocation, Place, SlotId, Slots, Source};
@@ -83,7 +83,10 @@ impl Backing {
                         self.run(lane, direction, ios.take());
                     }
                 }
-                Source::Place(Place { location: ChunkLocation::Overflow(stretch), offset_bytes }) => {
+                Source::Place(Place {
+                    location: ChunkLocation::Overflow(stretch),
+                    offset_bytes,
+                }) => {
                     let start = u64::from(stretch) * self.chunk_bytes() as u64;
                     self.move_overflow(direction, start + u64::from(offset_bytes), frame);
                 }
@@ -325,3 +328,7 @@ fn follows(last: &PageIo, io: &PageIo) -> bool {
         && last.frame + u32::from(last.pages) == io.frame
         && last.pages < u16::MAX
 }
+
+#[cfg(test)]
+#[path = "backing_tests.rs"]
+mod tests;

@@ -14,14 +14,16 @@
 //! All memory that the transport uses lies outside the paged region: the frames and the queues are
 //! shared with the NIC, the rest is the library's own heap.
 
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
 use pool::{
-    Address, Batch, Buffer, DefaultNic, Grant, Lane as PoolLane, MultiPool, NodeIndex, Options,
+    Address, Batch, Buffer, DefaultNic, Lane as PoolLane, MultiPool, NodeIndex, Options,
     PlacedGrant, Placement, Pool, Transfer,
 };
+use smallvec::SmallVec;
 use verbs::{DmaMemory, Nic};
+
 
 use crate::Error;
 use crate::sys::PAGE_BYTES;
@@ -34,6 +36,12 @@ use crate::transport::{
 /// time between two attempts.
 const FULL_RETRY_TIMEOUT: Duration = Duration::from_secs(60);
 const FULL_RETRY_INTERVAL: Duration = Duration::from_millis(200);
+
+/// The memory node whose frames the pager uses.
+const FRAMES_OF: NodeIndex = NodeIndex(0);
+
+/// Longest list of transfers that is posted without an allocation for the list.
+const STACK_TRANSFERS: usize = 64;
 
 /// A transport over one or several memory nodes.
 pub struct PoolTransport<N: Nic> {
@@ -94,7 +102,7 @@ impl<N: Nic> PoolTransport<N> {
 
     /// Address of a chunk at its memory node.
     pub(crate) fn address(&self, chunk: ChunkHandle) -> u64 {
-        self.grant(chunk).grant.addr
+        self.chunks().grant(chunk).grant.addr
     }
 
     /// The frames that the first memory node's NIC accesses.
@@ -110,9 +118,12 @@ impl<N: Nic> PoolTransport<N> {
         self.nodes.nodes[0].pool.control().check_alive().map_err(gone)
     }
 
-    fn grant(&self, chunk: ChunkHandle) -> PlacedGrant {
-        let chunks = self.chunks.read().expect("no thread panics while it holds this lock");
-        chunks.grants[chunk.0 as usize].expect("the pager uses only chunks that it holds")
+    fn chunks(&self) -> RwLockReadGuard<'_, Chunks> {
+        self.chunks.read().expect("no thread panics while it holds this lock")
+    }
+
+    fn chunks_mut(&self) -> RwLockWriteGuard<'_, Chunks> {
+        self.chunks.write().expect("no thread panics while it holds this lock")
     }
 
     fn lane(&self, lane: Lane) -> PoolLane {
@@ -126,31 +137,35 @@ impl<N: Nic> PoolTransport<N> {
     }
 }
 
+impl Chunks {
+    fn grant(&self, chunk: ChunkHandle) -> &PlacedGrant {
+        self.grants[chunk.0 as usize].as_ref().expect("the pager uses only chunks that it holds")
+    }
+}
+
 impl<N: Nic> Nodes<N> {
     /// Copies outgoing pages from the pager's frames to the frames that the memory node's NIC
     /// accesses.
-    fn copy_out(&self, index: NodeIndex, ios: &[PageIo]) {
-        self.copy((NodeIndex(0), index), ios);
+    fn copy_out(&self, index: NodeIndex, io: &PageIo) {
+        self.copy((FRAMES_OF, index), io);
     }
 
     /// Copies arrived pages from the frames that the memory node's NIC accesses to the pager's
     /// frames.
     fn copy_in(&self, index: NodeIndex, ios: &[PageIo]) {
-        self.copy((index, NodeIndex(0)), ios);
+        ios.iter().for_each(|io| self.copy((index, FRAMES_OF), io));
     }
 
-    fn copy(&self, (from, to): (NodeIndex, NodeIndex), ios: &[PageIo]) {
+    fn copy(&self, (from, to): (NodeIndex, NodeIndex), io: &PageIo) {
         if from == to {
             return;
         }
         let [from, to] = [from, to].map(|index| self.nodes[index.0 as usize].frames.memory());
         let mut page = [0; PAGE_BYTES];
-        for io in ios {
-            for at in 0..usize::from(io.pages) {
-                let offset = (io.frame as usize + at) * PAGE_BYTES;
-                from.read(offset, &mut page);
-                to.write(offset, &page);
-            }
+        for at in 0..usize::from(io.pages) {
+            let offset = (io.frame as usize + at) * PAGE_BYTES;
+            from.read(offset, &mut page);
+            to.write(offset, &page);
         }
     }
 
@@ -170,10 +185,23 @@ struct NodeBatch<N: Nic> {
     batch: Batch<N>,
 }
 
-/// Transfers in flight at several memory nodes.
+/// Transfers in flight at several memory nodes. Dropping it waits for them.
 struct Batches<N: Nic> {
     nodes: Arc<Nodes<N>>,
-    batches: Vec<NodeBatch<N>>,
+    batches: SmallVec<[NodeBatch<N>; 1]>,
+}
+
+impl<N: Nic> Batches<N> {
+    fn finish(&mut self) -> Result<(), TransportError> {
+        let mut result = Ok(());
+        for NodeBatch { node, reads, batch } in self.batches.drain(..) {
+            match batch.wait() {
+                Ok(()) => self.nodes.copy_in(node, &reads),
+                Err(error) => result = result.and(Err(self.nodes.failed(node, error))),
+            }
+        }
+        result
+    }
 }
 
 impl<N: Nic> InFlight for Batches<N> {
@@ -189,14 +217,14 @@ impl<N: Nic> InFlight for Batches<N> {
     }
 
     fn wait(mut self: Box<Self>) -> Result<(), TransportError> {
-        let mut result = Ok(());
-        for NodeBatch { node, reads, batch } in self.batches.drain(..) {
-            match batch.wait() {
-                Ok(()) => self.nodes.copy_in(node, &reads),
-                Err(error) => result = result.and(Err(self.nodes.failed(node, error))),
-            }
-        }
-        result
+        self.finish()
+    }
+}
+
+impl<N: Nic> Drop for Batches<N> {
+    fn drop(&mut self) {
+        // Without a receiver of the pages, an error has no consequence.
+        let _ = self.finish();
     }
 }
 
@@ -206,7 +234,7 @@ impl<N: Nic> Transport for PoolTransport<N> {
     }
 
     fn frames(&self) -> FrameMemory {
-        let frames = &self.nodes.nodes[0].frames;
+        let frames = &self.nodes.nodes[FRAMES_OF.0 as usize].frames;
         FrameMemory { base: frames.memory().as_ptr(), frames: self.frames }
     }
 
@@ -218,7 +246,7 @@ impl<N: Nic> Transport for PoolTransport<N> {
             }
             other => gone(other),
         })?;
-        let mut chunks = self.chunks.write().expect("no thread panics while it holds this lock");
+        let mut chunks = self.chunks_mut();
         let handle = match chunks.free.pop() {
             Some(handle) => handle,
             None => {
@@ -231,13 +259,13 @@ impl<N: Nic> Transport for PoolTransport<N> {
     }
 
     fn free_chunk(&self, chunk: ChunkHandle) -> Result<(), TransportError> {
-        let grant = self.grant(chunk);
-        {
-            let mut chunks =
-                self.chunks.write().expect("no thread panics while it holds this lock");
+        let grant = {
+            let mut chunks = self.chunks_mut();
+            let grant = *chunks.grant(chunk);
             chunks.grants[chunk.0 as usize] = None;
             chunks.free.push(chunk.0);
-        }
+            grant
+        };
         match self.nodes.pools.free_blocking(grant) {
             // Over the budget, the memory node keeps the chunk for this client until it serves the
             // client again, or until the client disconnects. No page is lost.
@@ -253,22 +281,25 @@ impl<N: Nic> Transport for PoolTransport<N> {
         ios: &[PageIo],
     ) -> Result<Ticket, TransportError> {
         let (nodes, lane) = (&self.nodes, self.lane(lane));
-        let placed: Vec<PlacedGrant> = ios.iter().map(|io| self.grant(io.chunk)).collect();
-        let mut batches = Vec::new();
+        let mut batches = SmallVec::new();
+        // Held while the transfers are posted, which copies nothing of the grants.
+        let chunks = self.chunks();
         for (index, node) in (0..).map(NodeIndex).zip(&nodes.nodes) {
-            let here = ios.iter().zip(&placed).filter(|(_, placed)| placed.node == index);
-            let (ios, grants): (Vec<PageIo>, Vec<Grant>) =
-                here.map(|(io, placed)| (*io, placed.grant)).unzip();
-            if ios.is_empty() {
+            let here = |io: &&PageIo| chunks.grant(io.chunk).node == index;
+            let transfer = |io| transfer_of(io, &chunks.grant(io.chunk).grant);
+            let transfers: SmallVec<[Transfer<'_>; STACK_TRANSFERS]> =
+                ios.iter().filter(here).map(transfer).collect();
+            if transfers.is_empty() {
                 continue;
             }
-            let transfers = transfers_of(&ios, &grants);
+            let is_copied = index != FRAMES_OF;
+            let copied = || ios.iter().filter(|io| is_copied && here(io)).copied();
             let (batch, reads) = match direction {
                 Direction::Read => {
-                    (node.pool.start_read_batch(&transfers, &node.frames, lane), ios)
+                    (node.pool.start_read_batch(&transfers, &node.frames, lane), copied().collect())
                 }
                 Direction::Write => {
-                    nodes.copy_out(index, &ios);
+                    copied().for_each(|io| nodes.copy_out(index, &io));
                     (node.pool.start_write_batch(&transfers, &node.frames, lane), Vec::new())
                 }
             };
@@ -278,22 +309,22 @@ impl<N: Nic> Transport for PoolTransport<N> {
         Ok(Ticket::in_flight(Box::new(Batches { nodes: nodes.clone(), batches })))
     }
 
-    /// One page, on which a thread waits, is moved without an allocation.
+    /// One run of pages, on which a thread waits, is moved without an allocation.
     fn run(&self, lane: Lane, direction: Direction, ios: &[PageIo]) -> Result<(), TransportError> {
         let [io] = ios else { return self.post(lane, direction, ios)?.wait() };
-        let PlacedGrant { node: index, grant } = self.grant(io.chunk);
+        let PlacedGrant { node: index, grant } = *self.chunks().grant(io.chunk);
         let (node, lane) = (&self.nodes.nodes[index.0 as usize], self.lane(lane));
         let transfer = transfer_of(io, &grant);
-        let done = match direction {
+        let posted = match direction {
             Direction::Write => {
-                self.nodes.copy_out(index, ios);
-                node.pool.write_from(&transfer, &node.frames, lane).and_then(|o| o.wait())
+                self.nodes.copy_out(index, io);
+                node.pool.write_from(&transfer, &node.frames, lane)
             }
-            Direction::Read => {
-                node.pool.read_into(&transfer, &node.frames, lane).and_then(|o| o.wait())
-            }
+            Direction::Read => node.pool.read_into(&transfer, &node.frames, lane),
         };
-        done.map_err(|error| self.nodes.failed(index, error))?;
+        posted
+            .and_then(|operation| operation.wait())
+            .map_err(|error| self.nodes.failed(index, error))?;
         if direction == Direction::Read {
             self.nodes.copy_in(index, ios);
         }
@@ -333,17 +364,13 @@ fn connect_with_retry(nodes: &[Address]) -> Result<MultiPool, pool::Error> {
     }
 }
 
-fn transfer_of<'a>(io: &PageIo, grant: &'a Grant) -> Transfer<'a> {
+fn transfer_of<'a>(io: &PageIo, grant: &'a pool::Grant) -> Transfer<'a> {
     Transfer {
         grant,
         offset: u64::from(io.offset_bytes),
         buffer_offset: io.frame as usize * PAGE_BYTES,
         len: u32::from(io.pages) * PAGE_BYTES as u32,
     }
-}
-
-fn transfers_of<'a>(ios: &[PageIo], grants: &'a [Grant]) -> Vec<Transfer<'a>> {
-    ios.iter().zip(grants).map(|(io, grant)| transfer_of(io, grant)).collect()
 }
 
 /// Converts an error of the pool. A page that cannot be moved is lost, whatever the reason.

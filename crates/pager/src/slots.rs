@@ -307,7 +307,8 @@ impl Slots {
             return None;
         }
         let (index, page) = self.split(slot);
-        let print = self.chunks[index].as_ref().expect("a slot's chunk exists").prints[page as usize];
+        let print =
+            self.chunks[index].as_ref().expect("a slot's chunk exists").prints[page as usize];
         (print != 0).then_some(print)
     }
 
@@ -322,7 +323,13 @@ impl Slots {
 
     fn add_chunk(&mut self, location: ChunkLocation) -> u32 {
         let words = (self.chunk_pages() as usize).div_ceil(64);
-        let chunk = Chunk { location, used: vec![0; words], frozen: Vec::new(), prints: vec![0; self.chunk_pages() as usize], live: 0 };
+        let chunk = Chunk {
+            location,
+            used: vec![0; words],
+            frozen: Vec::new(),
+            prints: vec![0; self.chunk_pages() as usize],
+            live: 0,
+        };
         match self.vacant.pop() {
             Some(index) => {
                 self.chunks[index as usize] = Some(chunk);
@@ -515,122 +522,5 @@ fn free_page(used: &[u64], from: u32, pages: u32) -> Option<u32> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::store::FileTransport;
-    use crate::transport::Transport;
-    use super::edges;
-    use proptest::prelude::*;
-    use std::collections::HashSet;
-
-    fn pool(chunks: u32) -> FileTransport {
-        FileTransport::open(&format!("memory:{chunks}MiB"), 4).unwrap()
-    }
-
-    fn free_location(pool: &FileTransport, emptied: impl IntoIterator<Item = Emptied>) {
-        for Emptied(location) in emptied {
-            if let ChunkLocation::Pool(handle) = location {
-                pool.free_chunk(handle).unwrap();
-            }
-        }
-    }
-
-    #[test]
-    fn consecutive_allocations_are_adjacent() {
-        let pool = pool(4);
-        let mut slots = Slots::new(1 << 20);
-        let first = edges::allocate_one(&mut slots, &pool);
-        for page in 1..256 {
-            assert_eq!(edges::allocate_one(&mut slots, &pool).0, first.0 + page);
-        }
-        assert_eq!(pool.chunks_held(), 1);
-        edges::allocate_one(&mut slots, &pool);
-        assert_eq!(pool.chunks_held(), 2);
-    }
-
-    #[test]
-    fn full_pool_overflows_and_is_tried_again() {
-        let pool = pool(1);
-        let mut slots = Slots::new(1 << 20);
-        let allocated: Vec<_> = (0..300).map(|_| edges::allocate_one(&mut slots, &pool)).collect();
-        assert_eq!(slots.held(), (1, 1));
-        assert!(matches!(slots.place(allocated[299]).location, ChunkLocation::Overflow(0)));
-        for &slot in &allocated[..256] {
-            free_location(&pool, slots.free(slot));
-        }
-        assert_eq!((slots.held(), pool.chunks_held()), ((0, 1), 0));
-        for _ in 0..256 {
-            edges::allocate_one(&mut slots, &pool);
-        }
-        assert_eq!(slots.held(), (1, 1), "the pool is used again once it has room");
-    }
-
-    #[test]
-    fn frozen_slots_are_not_reused_while_a_child_needs_them() {
-        let pool = pool(8);
-        let mut slots = Slots::new(1 << 20);
-        let old = edges::allocate_one(&mut slots, &pool);
-        let epoch = slots.freeze();
-        let during = edges::allocate_one(&mut slots, &pool);
-        assert!(slots.is_frozen(during));
-        slots.end_freezing();
-        let new = edges::allocate_one(&mut slots, &pool);
-        assert!(slots.is_frozen(old) && !slots.is_frozen(new));
-        assert_eq!((slots.free(old), slots.free(during)), (None, None));
-        let mut later: Vec<_> = (0..400).map(|_| edges::allocate_one(&mut slots, &pool)).collect();
-        assert!(!later.contains(&old) && !later.contains(&during));
-        assert_eq!(slots.remove_dependent(epoch), []);
-        assert!(!slots.is_frozen(new));
-        later.push(new);
-        for slot in later {
-            free_location(&pool, slots.free(slot));
-        }
-        assert_eq!(slots.held(), (0, 0), "slots freed while frozen are free without the child");
-    }
-
-    proptest! {
-        #[test]
-        fn words_are_kept_exactly(word: u64, shift in 0u32..64, kind in 0u8..4) {
-            let word = match kind {
-                0 => word << shift,
-                1 => word >> shift,
-                2 => (word & 0xffff_ffff) << 32 | word & 0xffff_ffff,
-                _ => word,
-            };
-            if let Some(slot) = SlotId::word(word) {
-                prop_assert_eq!(slot.as_word(), Some(word));
-                prop_assert_eq!(slot.inherited_page(), None);
-                prop_assert!(slot.0 < 1 << 48, "the page table holds 48 bits");
-            } else {
-                prop_assert!(word.leading_zeros() < 20 && word.trailing_zeros() < 20);
-            }
-        }
-
-        #[test]
-        fn slots_are_unique_and_empty_chunks_are_freed(
-            steps in prop::collection::vec(0u32..1000, 1..800)
-        ) {
-            let pool = pool(2);
-            let mut slots = Slots::new(1 << 20);
-            let mut held: Vec<SlotId> = Vec::new();
-            for step in steps {
-                if step < 700 || held.is_empty() {
-                    for _ in 0..step % 7 { held.push(edges::allocate_one(&mut slots, &pool)); }
-                } else {
-                    let slot = held.swap_remove(step as usize % held.len());
-                    free_location(&pool, slots.free(slot));
-                }
-                prop_assert_eq!(held.iter().collect::<HashSet<_>>().len(), held.len());
-                prop_assert_eq!(slots.held().0, pool.chunks_held());
-            }
-            for slot in held {
-                free_location(&pool, slots.free(slot));
-            }
-            prop_assert_eq!((slots.held(), pool.chunks_held()), ((0, 0), 0));
-        }
-    }
-}
-
-#[cfg(test)]
 #[path = "slots_tests.rs"]
-mod edges;
+mod tests;

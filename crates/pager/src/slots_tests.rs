@@ -1,9 +1,10 @@
-//! Edge cases of slots: the last page of a chunk, inherited slots, a pool that was full.
+//! Tests of slots.
 
 use super::*;
 use crate::store::FileTransport;
 use crate::transport::Transport;
 use proptest::prelude::*;
+use std::collections::HashSet;
 
 /// Pages of a chunk of 1 MiB.
 const PAGES: usize = 256;
@@ -16,7 +17,7 @@ fn allocate(slots: &mut Slots, pool: &FileTransport, count: usize) -> Vec<SlotId
     (0..count).map(|_| allocate_one(slots, pool)).collect()
 }
 
-pub(super) fn allocate_one(slots: &mut Slots, pool: &FileTransport) -> SlotId {
+fn allocate_one(slots: &mut Slots, pool: &FileTransport) -> SlotId {
     loop {
         if let Some(slot) = slots.allocate() {
             return slot;
@@ -172,7 +173,164 @@ fn old_child_keeps_only_the_slots_of_its_fork() {
     assert_eq!((slots.held(), slots.has_dependents()), ((0, 0), false));
 }
 
+fn free_location(pool: &FileTransport, emptied: impl IntoIterator<Item = Emptied>) {
+    for Emptied(location) in emptied {
+        if let ChunkLocation::Pool(handle) = location {
+            pool.free_chunk(handle).unwrap();
+        }
+    }
+}
+
+#[test]
+fn consecutive_allocations_are_adjacent() {
+    let pool = pool(4);
+    let mut slots = Slots::new(1 << 20);
+    let first = allocate_one(&mut slots, &pool);
+    for page in 1..256 {
+        assert_eq!(allocate_one(&mut slots, &pool).0, first.0 + page);
+    }
+    assert_eq!(pool.chunks_held(), 1);
+    allocate_one(&mut slots, &pool);
+    assert_eq!(pool.chunks_held(), 2);
+}
+
+#[test]
+fn full_pool_overflows_and_is_tried_again() {
+    let pool = pool(1);
+    let mut slots = Slots::new(1 << 20);
+    let allocated: Vec<_> = (0..300).map(|_| allocate_one(&mut slots, &pool)).collect();
+    assert_eq!(slots.held(), (1, 1));
+    assert!(matches!(slots.place(allocated[299]).location, ChunkLocation::Overflow(0)));
+    for &slot in &allocated[..256] {
+        free_location(&pool, slots.free(slot));
+    }
+    assert_eq!((slots.held(), pool.chunks_held()), ((0, 1), 0));
+    for _ in 0..256 {
+        allocate_one(&mut slots, &pool);
+    }
+    assert_eq!(slots.held(), (1, 1), "the pool is used again once it has room");
+}
+
+#[test]
+fn frozen_slots_are_not_reused_while_a_child_needs_them() {
+    let pool = pool(8);
+    let mut slots = Slots::new(1 << 20);
+    let old = allocate_one(&mut slots, &pool);
+    let epoch = slots.freeze();
+    let during = allocate_one(&mut slots, &pool);
+    assert!(slots.is_frozen(during));
+    slots.end_freezing();
+    let new = allocate_one(&mut slots, &pool);
+    assert!(slots.is_frozen(old) && !slots.is_frozen(new));
+    assert_eq!((slots.free(old), slots.free(during)), (None, None));
+    let mut later: Vec<_> = (0..400).map(|_| allocate_one(&mut slots, &pool)).collect();
+    assert!(!later.contains(&old) && !later.contains(&during));
+    assert_eq!(slots.remove_dependent(epoch), []);
+    assert!(!slots.is_frozen(new));
+    later.push(new);
+    for slot in later {
+        free_location(&pool, slots.free(slot));
+    }
+    assert_eq!(slots.held(), (0, 0), "slots freed while frozen are free without the child");
+}
+
+#[test]
+fn word_slots_have_no_place_and_no_print() {
+    let mut slots = Slots::new(1 << 20);
+    let doubles = [1.5f64, -2.0, 1e6].map(f64::to_bits);
+    let patterns = [0x0101_0101_0101_0101, u64::MAX, 7, 1 << 43];
+    for word in doubles.into_iter().chain(patterns) {
+        let slot = SlotId::word(word).unwrap_or_else(|| panic!("{word:#x} has a slot"));
+        assert_eq!(slots.source(slot), Source::Word(word));
+        assert!(slots.is_frozen(slot));
+        assert_eq!((slots.print(slot), slots.free(slot)), (None, None));
+    }
+    assert_eq!(SlotId::word(0x0123_4567_89ab_cdef), None);
+    let inherited = SlotId::inherited(PageId(9));
+    assert_eq!((inherited.as_word(), slots.print(inherited)), (None, None));
+    assert_eq!(slots.source(inherited), Source::Inherited(PageId(9)));
+    assert_eq!(slots.held(), (0, 0));
+}
+
+#[test]
+fn fingerprint_stays_with_its_slot_until_that_is_freed() {
+    let pool = pool(2);
+    let mut slots = Slots::new(1 << 20);
+    let allocated = allocate(&mut slots, &pool, PAGES + 3);
+    for (print, slot) in (1..).zip(&allocated) {
+        assert_eq!(slots.print(*slot), None);
+        slots.set_print(*slot, print);
+    }
+    for (print, slot) in (1..).zip(&allocated) {
+        assert_eq!(slots.print(*slot), Some(print));
+    }
+    let _ = slots.free(allocated[PAGES]);
+    slots.cursor = 0;
+    assert_eq!(allocate_one(&mut slots, &pool), allocated[PAGES]);
+    assert_eq!(slots.print(allocated[PAGES]), None);
+    // A frozen slot keeps its content, but no page has it any more.
+    let _ = slots.freeze();
+    slots.end_freezing();
+    assert_eq!(slots.print(allocated[1]), Some(2));
+}
+
+#[test]
+fn stretch_is_used_again_only_after_it_was_freed() {
+    let mut slots = Slots::new(1 << 20);
+    slots.add_overflow_chunk();
+    let first = slots.allocate().expect("a slot of the new chunk");
+    let emptied = slots.free(first);
+    assert_eq!(emptied, Some(Emptied(ChunkLocation::Overflow(0))));
+    slots.add_overflow_chunk();
+    let second = slots.allocate().expect("a slot of the new chunk");
+    assert_eq!(slots.place(second).location, ChunkLocation::Overflow(1));
+    slots.note_freed(0);
+    slots.add_overflow_chunk();
+    let third = slots.allocate().expect("a slot of the new chunk");
+    assert_eq!(slots.place(third).location, ChunkLocation::Overflow(0));
+}
+
 proptest! {
+    #[test]
+    fn words_are_kept_exactly(word: u64, shift in 0u32..64, kind in 0u8..4) {
+        let word = match kind {
+            0 => word << shift,
+            1 => word >> shift,
+            2 => (word & 0xffff_ffff) << 32 | word & 0xffff_ffff,
+            _ => word,
+        };
+        if let Some(slot) = SlotId::word(word) {
+            prop_assert_eq!(slot.as_word(), Some(word));
+            prop_assert_eq!(slot.inherited_page(), None);
+            prop_assert!(slot.0 < 1 << 48, "the page table holds 48 bits");
+        } else {
+            prop_assert!(word.leading_zeros() < 20 && word.trailing_zeros() < 20);
+        }
+    }
+
+    #[test]
+    fn slots_are_unique_and_empty_chunks_are_freed(
+        steps in prop::collection::vec(0u32..1000, 1..800)
+    ) {
+        let pool = pool(2);
+        let mut slots = Slots::new(1 << 20);
+        let mut held: Vec<SlotId> = Vec::new();
+        for step in steps {
+            if step < 700 || held.is_empty() {
+                for _ in 0..step % 7 { held.push(allocate_one(&mut slots, &pool)); }
+            } else {
+                let slot = held.swap_remove(step as usize % held.len());
+                free_location(&pool, slots.free(slot));
+            }
+            prop_assert_eq!(held.iter().collect::<HashSet<_>>().len(), held.len());
+            prop_assert_eq!(slots.held().0, pool.chunks_held());
+        }
+        for slot in held {
+            free_location(&pool, slots.free(slot));
+        }
+        prop_assert_eq!((slots.held(), pool.chunks_held()), ((0, 0), 0));
+    }
+
     /// A model keeps, for each child, the set of slots that were used at its fork. None of them
     /// may be allocated while the child lives, and all slots that no child needs are free.
     #[test]

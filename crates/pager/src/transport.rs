@@ -70,7 +70,8 @@ pub struct FrameMemory {
     pub frames: u32,
 }
 
-/// Transfers in flight.
+/// Transfers in flight. An implementation whose NIC accesses the frames waits when it is dropped, so
+/// that the owner of the frames may use them again.
 pub trait InFlight: Send {
     /// Returns true if the transfers are complete. Makes no system call.
     fn poll(&mut self) -> Result<bool, TransportError>;
@@ -79,9 +80,8 @@ pub trait InFlight: Send {
     fn wait(self: Box<Self>) -> Result<(), TransportError>;
 }
 
-/// Transfers that were posted together. A ticket whose transfers are in flight must not be dropped:
-/// the NIC may still access the frames.
-#[must_use = "the transfers may still be in flight"]
+/// Transfers that were posted together. Dropping a ticket waits for them.
+#[must_use = "dropping it waits for the transfers"]
 pub struct Ticket(Option<Box<dyn InFlight>>);
 
 impl Ticket {

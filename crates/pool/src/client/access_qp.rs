@@ -22,6 +22,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use parking_lot::RwLock;
+use smallvec::SmallVec;
 use verbs::completion::{Completer, Pending};
 use verbs::{
     Access, CompletionQueue, CqAttr, Error as VerbsError, Nic, Op, PeerAddress, QpAttr, QpChange,
@@ -51,6 +52,9 @@ pub(super) struct Counts {
     pub bytes_read: AtomicU64,
     pub bytes_written: AtomicU64,
 }
+
+/// Longest list of requests that is posted without an allocation.
+const STACK_REQUESTS: usize = 16;
 
 /// Index of an access QP in its group, in the order of the admission: by function, then by lane.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -169,12 +173,16 @@ impl<N: Nic> Group<N> {
     /// the first one that fails. The operations must fit the send queue; each needs one or a few
     /// blocks.
     #[inline]
-    pub fn post(&self, index: AccessQpIndex, works: &[Work<'_>]) -> Result<Posted<N>, Error> {
+    pub fn post<'a>(
+        &self,
+        index: AccessQpIndex,
+        works: impl ExactSizeIterator<Item = &'a Work<'a>> + Clone,
+    ) -> Result<Posted<N>, Error> {
         let access_qp = self.access_qp(index);
         let mut tries = 0;
         loop {
             let epoch = access_qp.epoch.read();
-            match self.completer.submit(|id| access_qp.post(id, works)) {
+            match self.completer.submit(|id| access_qp.post(id, works.clone())) {
                 Ok(pending) => return Ok(Posted { pending, epoch: *epoch }),
                 Err(VerbsError::QueueFull { .. }) => drop(epoch),
                 Err(e) => return Err(e.into()),
@@ -212,13 +220,15 @@ impl<N: Nic> AccessQp<N> {
         Ok(self.qp.connect(peer)?)
     }
 
-    fn post(&self, id: u64, works: &[Work<'_>]) -> Result<(), VerbsError> {
-        if let [work] = works {
-            return self.qp.post_send(&[WorkRequest { id, op: work.op(), signaled: true }]);
-        }
-        let last = works.len() - 1;
-        let request = |(i, work)| WorkRequest { id, op: Work::op(work), signaled: i == last };
-        let list: Vec<WorkRequest<'_>> = works.iter().enumerate().map(request).collect();
+    fn post<'a>(
+        &self,
+        id: u64,
+        works: impl ExactSizeIterator<Item = &'a Work<'a>>,
+    ) -> Result<(), VerbsError> {
+        let count = works.len();
+        let request = |(i, work)| WorkRequest { id, op: Work::op(work), signaled: i + 1 == count };
+        let list: SmallVec<[WorkRequest<'_>; STACK_REQUESTS]> =
+            works.enumerate().map(request).collect();
         self.qp.post_send(&list)
     }
 

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use smallvec::SmallVec;
 use verbs::{Completion, Nic, Status};
 
 use super::access_qp::{AccessQpIndex, Posted, Work};
@@ -77,10 +78,7 @@ impl<N: Nic> Pool<N> {
         buffer: &Buffer<N>,
         lane: Lane,
     ) -> Result<Batch<N>, Error> {
-        let inner = &self.inner;
-        let work =
-            |t: &Transfer<'_>| Ok((inner.qp_of(t.grant, lane)?, inner.read_work(t, buffer, lane)?));
-        Batch::post(inner.clone(), buffer.clone(), transfers.iter().map(work).collect::<Result<_, Error>>()?)
+        self.start_batch(transfers, buffer, lane, Inner::read_work)
     }
 
     /// Starts to write several pieces from one buffer to chunks.
@@ -90,11 +88,22 @@ impl<N: Nic> Pool<N> {
         buffer: &Buffer<N>,
         lane: Lane,
     ) -> Result<Batch<N>, Error> {
+        self.start_batch(transfers, buffer, lane, Inner::write_work)
+    }
+
+    fn start_batch(
+        &self,
+        transfers: &[Transfer<'_>],
+        buffer: &Buffer<N>,
+        lane: Lane,
+        work: impl Fn(&Inner<N>, &Transfer<'_>, &Buffer<N>, Lane) -> Result<Work<'static>, Error>,
+    ) -> Result<Batch<N>, Error> {
         let inner = &self.inner;
-        let work = |t: &Transfer<'_>| {
-            Ok((inner.qp_of(t.grant, lane)?, inner.write_work(t, buffer, lane)?))
-        };
-        Batch::post(inner.clone(), buffer.clone(), transfers.iter().map(work).collect::<Result<_, Error>>()?)
+        let mut works = Vec::with_capacity(transfers.len());
+        for t in transfers {
+            works.push((inner.qp_of(t.grant, lane)?, work(inner, t, buffer, lane)?));
+        }
+        Batch::post(inner.clone(), buffer.clone(), works)
     }
 }
 
@@ -127,7 +136,7 @@ pub struct Batch<N: Nic> {
     /// Sorted by QP.
     works: Vec<(Qp, Work<'static>)>,
     /// Posted parts, each with its range of `works`.
-    posted: Vec<(Posted<N>, usize, usize)>,
+    posted: SmallVec<[(Posted<N>, usize, usize); 2]>,
     tries: u32,
 }
 
@@ -146,7 +155,7 @@ impl<N: Nic> Batch<N> {
         mut works: Vec<(Qp, Work<'static>)>,
     ) -> Result<Self, Error> {
         works.sort_by_key(|(qp, _)| *qp);
-        let mut batch = Self { pool, buffer, works, posted: Vec::new(), tries: 0 };
+        let mut batch = Self { pool, buffer, works, posted: SmallVec::new(), tries: 0 };
         let mut start = 0;
         while start < batch.works.len() {
             let qp = batch.works[start].0;
@@ -161,8 +170,7 @@ impl<N: Nic> Batch<N> {
 
     fn post_range(&self, start: usize, end: usize) -> Result<Posted<N>, Error> {
         let (group, index) = self.works[start].0;
-        let list: Vec<Work<'static>> = self.works[start..end].iter().map(|(_, w)| *w).collect();
-        self.pool.post(group, index, &list)
+        self.pool.post(group, index, self.works[start..end].iter().map(|(_, work)| work))
     }
 
     /// Waits until all transfers have ended; spins briefly, then sleeps. Returns one of the errors
@@ -178,11 +186,14 @@ impl<N: Nic> Batch<N> {
         result
     }
 
-    /// Polls once, without a system call, and returns true if all transfers have ended. After that,
-    /// the batch may be dropped.
+    /// Polls without waiting, and returns true if all transfers have ended. Afterwards, it returns
+    /// true again.
+    ///
+    /// Makes no system call, except where the NIC runs in the calling thread, and after a failed
+    /// access, which establishes the QP again.
     ///
     /// # Errors
-    /// One of the errors of the transfers. The other transfers may still be in flight: poll again.
+    /// One of the errors of the transfers. Others may still be in flight: poll again.
     pub fn poll(&mut self) -> Result<bool, Error> {
         while let Some((posted, start, end)) = self.posted.last_mut() {
             let (epoch, start, end) = (posted.epoch, *start, *end);

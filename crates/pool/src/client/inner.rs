@@ -259,13 +259,13 @@ impl<N: Nic> Inner<N> {
     /// Posts operations with one doorbell. Re-establishes a QP first if the last attempt failed;
     /// otherwise the caller would get "not ready" instead of the reason.
     #[inline]
-    pub(super) fn post(
+    pub(super) fn post<'a>(
         &self,
         group: GroupId,
         index: AccessQpIndex,
-        works: &[Work<'_>],
+        works: impl ExactSizeIterator<Item = &'a Work<'a>> + Clone,
     ) -> Result<Posted<N>, Error> {
-        match self.group(group).post(index, works) {
+        match self.group(group).post(index, works.clone()) {
             Err(Error::Verbs(verbs::Error::NotReady { .. })) => {
                 let access_qp = self.group(group).access_qp(index);
                 let epoch = *access_qp.epoch().read();

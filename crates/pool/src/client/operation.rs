@@ -1,6 +1,7 @@
 //! A single access in flight.
 
 use std::future::Future;
+use std::iter::once;
 use std::pin::Pin;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
@@ -50,7 +51,7 @@ impl<'a, N: Nic> Operation<'a, N> {
     ) -> Result<Self, Error> {
         let group = grant.group;
         let index = pool.group(group).qp_index(grant.function, lane);
-        let posted = Some(pool.post(group, index, &[work])?);
+        let posted = Some(pool.post(group, index, once(&work))?);
         Ok(Self { pool, group, index, work, hold, posted, tries: 0 })
     }
 
@@ -101,7 +102,7 @@ impl<'a, N: Nic> Operation<'a, N> {
         if !innocent || self.tries > TRIES {
             return Err(Error::Access { op: self.work.name(), status });
         }
-        self.posted = Some(self.group().post(self.index, &[self.work])?);
+        self.posted = Some(self.group().post(self.index, once(&self.work))?);
         Ok(())
     }
 

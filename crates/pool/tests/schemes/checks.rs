@@ -6,12 +6,13 @@ use std::task::Poll;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pool::{Error, Grant, GroupId, Lane, Options, Pool, Transfer};
+use pool::{Error, Grant, GroupId, Lane, Pool, Transfer};
 use scheme::index::EntryId;
 use verbs::executor::block_on;
 use verbs::{Key, Status};
 
 use crate::Setup;
+pub use crate::batches::{batches_are_polled_to_their_end, batches_over_groups};
 use crate::place::Node;
 
 const CHUNK: u64 = 4096;
@@ -21,13 +22,14 @@ impl Setup {
         self.node_of(CHUNK, chunks)
     }
 
-    fn node_of(&self, chunk_bytes: u64, chunks: u64) -> Node {
+    /// Starts a memory node with `chunks` chunks of `chunk_bytes`.
+    pub fn node_of(&self, chunk_bytes: u64, chunks: u64) -> Node {
         Node::start(self.place, self.how, chunk_bytes, chunks)
     }
 }
 
 /// A grant whose keys are dead.
-fn dead_grant(pool: &Pool, setup: &Setup) -> Grant {
+pub fn dead_grant(pool: &Pool, setup: &Setup) -> Grant {
     let grant = pool.allocate_in_blocking(GroupId(0)).unwrap();
     pool.free_blocking(grant).unwrap();
     if setup.dies_with_its_free() {
@@ -42,7 +44,7 @@ fn copy(grant: &Grant, group: GroupId, keys: &[Key]) -> Grant {
     Grant::new(grant.addr, grant.len, grant.entry, group, keys).in_function(grant.function)
 }
 
-fn is_refused<T: std::fmt::Debug>(result: Result<T, Error>) -> bool {
+pub fn is_refused<T: std::fmt::Debug>(result: Result<T, Error>) -> bool {
     match result {
         Err(Error::Access { status: Status::RemoteAccess, .. }) => true,
         Err(e) => panic!("another error: {e}"),
@@ -398,52 +400,6 @@ pub fn long_and_odd_lengths(setup: &Setup) {
     assert!(clear || !setup.clears());
     drop(pool);
     node.check_whole(2);
-}
-
-pub fn batches_over_groups(setup: &Setup) {
-    const PAGES: usize = 300;
-    let node = setup.node_of(1 << 18, 8);
-    let pool = node.connect_with(Options { groups: Some(2), send_blocks: 64 });
-    let grants: Vec<Grant> =
-        (0..6).map(|i| pool.allocate_in_blocking(GroupId(i % 2)).unwrap()).collect();
-    let buffer = pool.buffer(PAGES * 4096).unwrap();
-    let transfers: Vec<Transfer<'_>> = (0..PAGES)
-        .map(|i| Transfer {
-            grant: &grants[i % grants.len()],
-            offset: (i / grants.len() * 4096) as u64,
-            buffer_offset: i * 4096,
-            len: 4096,
-        })
-        .collect();
-    for lane in [Lane(0), Lane(1)] {
-        for i in 0..PAGES {
-            buffer.memory().write(i * 4096, &[i as u8 ^ lane.0; 4096]);
-        }
-        pool.write_batch_blocking(&transfers, &buffer, lane).unwrap();
-        buffer.memory().zero(0, PAGES * 4096);
-        block_on(pool.read_batch(&transfers, &buffer, lane)).unwrap();
-        for i in 0..PAGES {
-            let mut page = [0; 4096];
-            buffer.memory().read(i * 4096, &mut page);
-            assert!(page == [i as u8 ^ lane.0; 4096], "page {i}");
-        }
-    }
-    // One bad transfer in the middle: an error, and the QPs work afterwards.
-    let old = dead_grant(&pool, setup);
-    let mut bad = transfers.clone();
-    bad[PAGES / 2].grant = &old;
-    bad[PAGES / 2].offset = 0;
-    assert!(is_refused(pool.read_batch_blocking(&bad, &buffer, Lane(0))));
-    pool.read_batch_blocking(&transfers, &buffer, Lane(0)).unwrap();
-    let beyond = Transfer { offset: 1 << 18, ..transfers[0] };
-    let result = pool.read_batch_blocking(&[transfers[0], beyond], &buffer, Lane(0));
-    assert!(matches!(result, Err(Error::OutOfRange { .. })), "{result:?}");
-    let beyond = Transfer { buffer_offset: PAGES * 4096 - 1, ..transfers[0] };
-    let result = pool.write_batch_blocking(&[beyond], &buffer, Lane(0));
-    assert!(matches!(result, Err(Error::Setting { .. })), "{result:?}");
-    pool.read_batch_blocking(&[], &buffer, Lane(0)).unwrap();
-    drop(pool);
-    node.check_whole(8);
 }
 
 pub fn abandoned_operations_have_no_side_effect(setup: &Setup) {

@@ -1,6 +1,7 @@
 //! Requirements on every allocation scheme: one list of checks, run for each scheme and each
 //! attachment of the NIC.
 
+mod batches;
 mod checks;
 #[path = "../common/mod.rs"]
 mod common;
@@ -57,6 +58,7 @@ macro_rules! scheme {
             threads_share_a_pool,
             long_and_odd_lengths,
             batches_over_groups,
+            batches_are_polled_to_their_end,
             abandoned_operations_have_no_side_effect,
             abandoned_requests_leak_no_chunk,
             bad_access_does_not_disturb_other_operations,

@@ -96,6 +96,36 @@ fn thread_waits_for_its_own_operation() {
 }
 
 #[test]
+fn operation_is_polled_to_its_end() {
+    for nic in nics() {
+        let bed = bed(&nic);
+        let mut blocked = bed.post_blocked();
+        for _ in 0..100 {
+            assert_eq!(blocked.try_wait().unwrap(), None, "no receive is posted");
+        }
+        bed.unblock();
+        let completion = loop {
+            match blocked.try_wait().unwrap() {
+                Some(completion) => break completion,
+                None => std::thread::yield_now(),
+            }
+        };
+        assert_eq!(completion.status, Status::Success);
+        // A poll for one operation takes the completions of all.
+        let mut all: Vec<_> = (0..20).map(|i| bed.add(8 + i * 8)).collect();
+        while all.last_mut().unwrap().try_wait().unwrap().is_none() {
+            std::thread::yield_now();
+        }
+        all.pop();
+        for (i, mut pending) in all.into_iter().enumerate() {
+            let completion = pending.try_wait().unwrap().expect("completions come in order");
+            assert_eq!(completion.status, Status::Success);
+            assert_eq!(bed.mr.memory().load_be64(8 + i * 8), i as u64);
+        }
+    }
+}
+
+#[test]
 fn many_threads_share_a_completer() {
     for nic in nics() {
         let bed = bed(&nic);
