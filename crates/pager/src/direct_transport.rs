@@ -181,7 +181,10 @@ mod tests {
         let io = PageIo { chunk, offset_bytes: 0, frame: 0, pages: 1 };
         transport.run(Lane::WriteBack, Direction::Write, &[io]).unwrap();
         service.stop();
-        for done in [transport.run(Lane::Demand, Direction::Read, &[io]), transport.run(Lane::WriteBack, Direction::Write, &[io])] {
+        for done in [
+            transport.run(Lane::Demand, Direction::Read, &[io]),
+            transport.run(Lane::WriteBack, Direction::Write, &[io]),
+        ] {
             assert!(matches!(done, Err(TransportError::Gone(_))), "{done:?}");
         }
     }

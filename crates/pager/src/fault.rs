@@ -55,6 +55,7 @@ impl Pager {
                 let end = sys::now_ns();
                 self.stats().record_fault(end - start);
                 priority.served(start, end);
+                self.awake.note_fault(end);
                 if self.evicts_inline {
                     self.pages.work(&mut hand, pages + CATCH_UP_PAGES);
                 }

@@ -32,6 +32,7 @@
 //!   own.
 
 pub mod advice;
+mod awake;
 pub mod backing;
 pub mod config;
 pub mod descriptor;

@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use crate::advice::AdviceMap;
+use crate::awake::Awake;
 use crate::backing::Backing;
 use crate::config::{Config, EXIT_PAGER};
 use crate::errno::{Errno, MOVED};
@@ -23,8 +24,8 @@ use crate::extent::set_fences;
 use crate::fingerprint::Fingerprints;
 use crate::fork::inheritance::Inheritance;
 use crate::fork::state::Forks;
-use crate::node_sockets::Sockets;
 use crate::memory::linux::LinuxMemory;
+use crate::node_sockets::Sockets;
 use crate::page_table::PageTable;
 use crate::pages::{Pages, Sizes};
 use crate::pool_transport;
@@ -99,6 +100,7 @@ pub struct Pager {
     /// Futex: incremented to wake the worker.
     pub(crate) worker_wakes: AtomicU32,
     pub(crate) worker_sleeps: AtomicBool,
+    pub(crate) awake: Awake,
     pub(crate) forks: Forks,
     pub(crate) fork_events: bool,
     /// True if the handler thread does the worker's work on pages. With two cores or fewer, the
@@ -227,6 +229,7 @@ impl Pager {
             region,
             worker_wakes: AtomicU32::new(0),
             worker_sleeps: AtomicBool::new(false),
+            awake: Awake::default(),
             forks: Forks::default(),
             fork_events,
             evicts_inline: units::cpus::cores() <= 2,

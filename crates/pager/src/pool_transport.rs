@@ -24,7 +24,6 @@ use pool::{
 use smallvec::SmallVec;
 use verbs::{DmaMemory, Nic};
 
-
 use crate::Error;
 use crate::sys::PAGE_BYTES;
 use crate::transport::{

@@ -249,7 +249,8 @@ impl Shelf {
 
     /// Checks the counts against the uses.
     pub fn check(&self) {
-        let count = |wanted: fn(&Use) -> bool| self.uses.iter().filter(|u| wanted(u)).count() as u32;
+        let count =
+            |wanted: fn(&Use) -> bool| self.uses.iter().filter(|u| wanted(u)).count() as u32;
         assert_eq!(self.filled, count(|u| is_filled(*u)), "filled positions");
         assert_eq!(self.clean.len, count(|u| *u == Use::Clean), "clean positions");
         assert_eq!(self.dirty.len, count(|u| *u == Use::Dirty), "dirty positions");

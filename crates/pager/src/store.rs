@@ -185,9 +185,8 @@ impl FileTransport {
             value: spec.into(),
             why: why.into(),
         };
-        let base = sys::map_anonymous(frames as usize * PAGE_BYTES).map_err(|source| {
-            crate::Error::System { what: "map the frames".into(), source }
-        })?;
+        let base = sys::map_anonymous(frames as usize * PAGE_BYTES)
+            .map_err(|source| crate::Error::System { what: "map the frames".into(), source })?;
         let memory = FrameMemory { base: base as *mut u8, frames };
         let system =
             |source| crate::Error::System { what: format!("open the store {spec}"), source };

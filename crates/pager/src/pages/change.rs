@@ -316,7 +316,8 @@ impl<M: Memory> Pages<M> {
         let writes: Vec<_> = new.iter().enumerate().map(|(i, &s)| (s, frame(i))).collect();
         self.transfer_now(Direction::Write, &writes);
         for (index, (&(page, old), &new)) in pages.iter().zip(&new).enumerate() {
-            let unchanged = |entry: Entry| entry.state() == PageState::Remote && entry.slot() == Some(old.0);
+            let unchanged =
+                |entry: Entry| entry.state() == PageState::Remote && entry.slot() == Some(old.0);
             if self.table.try_lock(page, unchanged).is_none() {
                 self.free_slot(new);
                 continue;

@@ -17,10 +17,10 @@ use crate::pages::sizes::{DEMAND_FRAMES, Sizes};
 use crate::pages::{Hand, Pages, State};
 use crate::shelf::{Record, Use};
 use crate::slots::SlotId;
-use crate::transport::FrameId;
 use crate::stats::Counter;
 use crate::stream::{Window, WindowId};
 use crate::sys::PAGE_BYTES;
+use crate::transport::FrameId;
 use crate::transport::{Direction, Lane, Ticket};
 
 /// Index of a flight.
@@ -432,7 +432,12 @@ impl<M: Memory> Pages<M> {
                 let slot = state.shelf.record(*position).slot;
                 slot.is_none_or(|slot| self.slots().is_frozen(slot))
             };
-            state.shelf.dirty_positions().take(self.sizes.window as usize).filter(needs_slot).count()
+            state
+                .shelf
+                .dirty_positions()
+                .take(self.sizes.window as usize)
+                .filter(needs_slot)
+                .count()
         };
         self.allocate_slots(hand, new_slots);
         let mut guard = self.state();

@@ -25,8 +25,8 @@ use crate::page_table::{Entry, PageId, State as PageState};
 use crate::pages::{Pages, State};
 use crate::shelf::{Record, Use};
 use crate::slots::{SlotId, Source};
-use crate::transport::FrameId;
 use crate::stats::Counter;
+use crate::transport::FrameId;
 
 /// Pages that a fault takes out at most: at about 0.4 us each in a run, 4 us of work.
 const SLICE_PAGES: u32 = 16;
@@ -344,9 +344,8 @@ impl<M: Memory> Pages<M> {
         let mut at = 0;
         while at < hand.run.len() {
             let first = hand.run[at].0;
-            let next = |&(index, (page, _)): &(usize, &(PageId, Entry))| {
-                page.0 == first.0 + index as u32
-            };
+            let next =
+                |&(index, (page, _)): &(usize, &(PageId, Entry))| page.0 == first.0 + index as u32;
             let run = hand.run[at..].iter().enumerate().take_while(next).count();
             let Some((position, count)) = state.shelf.take_empty(run as u32) else { break };
             for (index, &(page, entry)) in hand.run[at..at + count as usize].iter().enumerate() {

@@ -291,4 +291,3 @@ impl<M: Memory> Pages<M> {
         self.room_changes.fetch_add(1, Ordering::AcqRel);
     }
 }
-

@@ -56,26 +56,25 @@ impl<M: Memory> Pages<M> {
         let mut plan = None;
         loop {
             let seen = self.table.load(page);
-            let attempt = if self.needs_blank(seen, request)
-                && !self.make_blank(hand, request.over_limit)
-            {
-                Attempt::Refault
-            } else {
-                let Some(entry) = self.table.lock_or_wait(page) else {
-                    plan.iter().for_each(|plan| self.cancel(plan));
-                    return 0;
-                };
-                match entry.state() {
-                    _ if !self.memory.is_at(page, request.address) => {
-                        self.settle(page, entry);
-                        Attempt::Refault
+            let attempt =
+                if self.needs_blank(seen, request) && !self.make_blank(hand, request.over_limit) {
+                    Attempt::Refault
+                } else {
+                    let Some(entry) = self.table.lock_or_wait(page) else {
+                        plan.iter().for_each(|plan| self.cancel(plan));
+                        return 0;
+                    };
+                    match entry.state() {
+                        _ if !self.memory.is_at(page, request.address) => {
+                            self.settle(page, entry);
+                            Attempt::Refault
+                        }
+                        PageState::Resident => self.spurious(request, entry),
+                        PageState::Absent => self.first_touch(hand, request, &mut plan),
+                        PageState::Remote => self.fetch(hand, request, entry, &mut plan),
+                        PageState::Shelved => self.restore(hand, request, entry, &mut plan),
                     }
-                    PageState::Resident => self.spurious(request, entry),
-                    PageState::Absent => self.first_touch(hand, request, &mut plan),
-                    PageState::Remote => self.fetch(hand, request, entry, &mut plan),
-                    PageState::Shelved => self.restore(hand, request, entry, &mut plan),
-                }
-            };
+                };
             match attempt {
                 Attempt::Served(pages) => {
                     if let Some(plan) = plan {
@@ -310,11 +309,7 @@ impl<M: Memory> Pages<M> {
         let done = self.memory.put_in(from, first, count);
         self.settle_restored(hand, first, done.pages);
         // With a backward run, the page of the fault is the last one.
-        if page.0 < first.0 + done.pages {
-            Attempt::Served(done.pages)
-        } else {
-            Attempt::Refault
-        }
+        if page.0 < first.0 + done.pages { Attempt::Served(done.pages) } else { Attempt::Refault }
     }
 
     /// Locks the pages of the same window beside a page that is BUSY. Returns the first page, its

@@ -303,10 +303,7 @@ impl Transport for ModelTransport {
     }
 
     fn stats(&self) -> TransportStats {
-        TransportStats {
-            allocations_by_nic: self.pool().allocations,
-            ..TransportStats::default()
-        }
+        TransportStats { allocations_by_nic: self.pool().allocations, ..TransportStats::default() }
     }
 
     fn descriptors(&self, _keep: &mut Vec<i32>) {}
