@@ -268,9 +268,6 @@ impl<M: Memory> Pages<M> {
         self.stats.raise(Counter::PoolChunksPeak, u64::from(pool));
         self.stats.set(Counter::OverflowChunks, u64::from(overflow));
         self.stats.raise(Counter::OverflowChunksPeak, u64::from(overflow));
-        let done = self.backing.transport_stats();
-        self.stats.set(Counter::AllocationsByNic, done.allocations_by_nic);
-        self.stats.set(Counter::AllocationsByCpu, done.allocations_by_cpu);
     }
 
     fn note_chunks(&self) {
@@ -279,6 +276,9 @@ impl<M: Memory> Pages<M> {
         self.stats.raise(Counter::PoolChunksPeak, u64::from(pool));
         self.stats.set(Counter::OverflowChunks, u64::from(overflow));
         self.stats.raise(Counter::OverflowChunksPeak, u64::from(overflow));
+        let done = self.backing.transport_stats();
+        self.stats.set(Counter::AllocationsByNic, done.allocations_by_nic);
+        self.stats.set(Counter::AllocationsByCpu, done.allocations_by_cpu);
     }
 
     fn note_present(&self, present: u32) {
