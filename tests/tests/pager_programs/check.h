@@ -1,4 +1,5 @@
-/* If the condition is false, CHECK prints the process, line and condition, and ends the process with status 1. */
+/* If the condition is false, CHECK prints the process, line and condition, and ends the process with
+ * status 1. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -12,3 +13,17 @@
             _exit(1);                                                                              \
         }                                                                                          \
     } while (0)
+
+/* Contents of which no page is a repeated word: the pager keeps a page of one repeated word without
+ * a slot, and such a page would never reach the memory node. */
+static inline unsigned char block_byte(size_t at, int seed) {
+    return (unsigned char)(at % 251 + (size_t)seed);
+}
+
+static inline void fill_block(unsigned char *block, size_t len, int seed) {
+    for (size_t at = 0; at < len; at++) block[at] = block_byte(at, seed);
+}
+
+static inline void check_block(const unsigned char *block, size_t len, int seed) {
+    for (size_t at = 0; at < len; at++) CHECK(block[at] == block_byte(at, seed));
+}

@@ -31,17 +31,17 @@ int main(void) {
         if (at % 2 == 0) CHECK((uintptr_t)blocks[at] % 8192 == 0);
         if (at % 4 == 2)
             for (size_t byte = 0; byte < BLOCK; byte++) CHECK(blocks[at][byte] == 0);
-        memset(blocks[at], at + 1, BLOCK);
+        fill_block(blocks[at], BLOCK, at);
     }
     for (int at = 0; at < BLOCKS; at++) {
         CHECK(sallocx(blocks[at], 0) >= BLOCK);
         CHECK(xallocx(blocks[at], BLOCK, 0, 0) >= BLOCK);
         size_t size = BLOCK + 70000;
         if (at % 3 == 0) {
-            memset(blocks[at], at + 1, sallocx(blocks[at], 0));
+            fill_block(blocks[at], sallocx(blocks[at], 0), at);
             blocks[at] = rallocx(blocks[at], size, ZERO | (at % 2 ? ALIGNED(12) : 0));
         }
-        for (size_t byte = 0; byte < BLOCK; byte++) CHECK(blocks[at][byte] == at + 1);
+        check_block(blocks[at], BLOCK, at);
         switch (at % 4) {
         case 0: free(blocks[at]); break;
         case 1: dallocx(blocks[at], 0); break;

@@ -69,7 +69,7 @@ int main(void) {
     for (int at = 0; at < BLOCKS; at++) {
         CHECK((blocks[at] = allocate(at)));
         if (at % 8 == 3 || at % 8 == 4 || at % 8 == 7) CHECK((uintptr_t)blocks[at] % 8192 == 0);
-        memset(blocks[at], at + 1, BLOCK);
+        fill_block(blocks[at], BLOCK, at);
     }
     static unsigned char *small[SMALL];
     for (int at = 0; at < SMALL; at++) {
@@ -79,7 +79,7 @@ int main(void) {
     for (int at = 0; at < BLOCKS; at++) {
         CHECK(at % 8 >= 6 || tc_malloc_size(blocks[at]) >= BLOCK);
         CHECK(at % 8 >= 6 || MallocExtension_GetAllocatedSize(blocks[at]) >= BLOCK);
-        for (size_t byte = 0; byte < BLOCK; byte++) CHECK(blocks[at][byte] == at + 1);
+        check_block(blocks[at], BLOCK, at);
         release(at, blocks[at]);
     }
     for (int at = 0; at < SMALL; at++) {

@@ -52,7 +52,12 @@ static char *aligned(size_t size) {
 static void in_parts(size_t size, char *(*get)(size_t)) {
     size_t count = bytes / size;
     char **all = malloc(count * sizeof *all);
-    for (size_t i = 0; i < count; i++) { all[i] = get(size); memset(all[i], (int)i, size); }
+    for (size_t i = 0; i < count; i++) {
+        all[i] = get(size);
+        memset(all[i], (int)i, size);
+        /* A page of one repeated word would need no slot. */
+        for (size_t page = 0; page < size; page += PAGE) all[i][page + 1] = (char)~i;
+    }
     for (size_t i = 0; i < count; i++) CHECK(all[i][0] == (char)i && all[i][size - 1] == (char)i);
     for (size_t i = 0; i < count; i += 2) CHECK(!munmap(all[i], size));
     for (size_t i = 1; i < count; i += 2)
