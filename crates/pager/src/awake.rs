@@ -1,14 +1,16 @@
 //! A thread that keeps the second core of a machine with two cores from going idle while faults are
 //! frequent.
 //!
-//! The handler serves a fault on the core of the faulting thread, and is still running when it wakes
-//! the thread. If another core is idle, the kernel therefore starts the thread there. The thread
-//! then waits until that core has left its sleep state, which in a virtual machine takes 20 to 40 us,
-//! and the page tables of both cores must be kept equal. Where a NIC thread polls on the other core,
-//! the core is not idle. Where pages move without a NIC (`direct_transport`), this thread polls
-//! instead, at the lowest priority: sorting 40 MB with 16 MiB local took 32 s with this thread and 49 s
-//! without. With a polling process bound to the other core it took 8.5 s: the scheduler still moves
-//! the faulting thread now and then, and the handler follows late.
+//! The handler serves a fault on the core of the faulting thread, and still runs there when it
+//! wakes the thread. The kernel therefore starts the thread on the other core if that core is idle.
+//! The thread then waits until that core has left its sleep state, which takes 20 to 40 us in a
+//! virtual machine. The kernel must also keep the TLBs of both cores consistent. Where a NIC thread
+//! polls on the other core, the core is not idle. Where pages move without a NIC
+//! (`direct_transport`), this thread polls instead, at the lowest priority.
+//!
+//! Sorting 40 MB with 16 MiB local took 32 s with this thread and 49 s without. With a polling
+//! process bound to the other core the sort took 8.5 s. This thread is not bound: the scheduler
+//! still moves the faulting thread now and then, and the handler follows late.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 

@@ -1,7 +1,7 @@
 //! Backing memory: transfers of pages between frames and the places that slots name.
 //!
-//! A place is in the pool, in the overflow file, or with the page server of a forked child's parent.
-//! Transfers with the pool are split-phase; the others are done at once, as they are rare. An
+//! A place is in the pool, in the overflow file, or with the page server of a forked child's
+//! parent. Transfers with the pool are split-phase. The others are rare, and complete on return. An
 //! unrecoverable error ends the process, because pages of the program are lost.
 
 use std::path::PathBuf;
@@ -29,8 +29,8 @@ pub struct Backing {
     inheritance: Option<Inheritance>,
 }
 
-// SAFETY: the base of the frames is only used to address frames, whose owners are told apart by
-// `crate::pages`.
+// SAFETY: the base of the frames is used only to compute addresses of frames, and `crate::pages`
+// gives each frame one owner at a time.
 unsafe impl Send for Backing {}
 // SAFETY: as above.
 unsafe impl Sync for Backing {}
@@ -135,8 +135,8 @@ impl Backing {
         ticket.wait().unwrap_or_else(|error| self.pool_lost(&error));
     }
 
-    /// Allocates `count` slots and appends them to `slots`. `lock` locks the set of slots; a chunk is
-    /// allocated while the set is not locked.
+    /// Allocates `count` slots and appends them to `slots`. `lock` locks the set of slots; a chunk
+    /// is allocated while the set is not locked.
     pub fn allocate_slots<'a>(
         &self,
         lock: impl Fn() -> MutexGuard<'a, Slots>,
@@ -283,7 +283,7 @@ pub unsafe fn fill(page: *mut u8, word: u64) {
     }
 }
 
-/// Most transfers of one post.
+/// Maximum number of transfers in one post.
 const IOS_MAX: usize = 64;
 
 /// A list of transfers in which adjacent ones are merged.

@@ -19,8 +19,8 @@ use std::path::PathBuf;
 use crate::Error;
 
 /// Smallest accepted bound, in bytes. The frames take a part of the bound
-/// ([`crate::pages::Sizes`]). The rest must hold all pages that one system call over many buffers needs at once; otherwise the
-/// call makes no progress.
+/// ([`crate::pages::Sizes`]). The rest must hold all pages that one system call over many buffers
+/// needs at once; otherwise the call makes no progress.
 pub const LOCAL_BYTES_MIN: u64 = 4 << 20;
 
 const DIRECT: &str = "GRANARY_DIRECT";

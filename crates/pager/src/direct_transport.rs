@@ -1,17 +1,17 @@
 //! The transport over the private memory node of `granary run`: the calling thread itself moves
 //! pages between frames and chunks.
 //!
-//! A private memory node has one program for a client, so there is no other program from whose
-//! processes its NIC would have to protect the pages. The NIC would cost two thread switches for
-//! each page, and on a machine with as many CPU-bound processes as cores each switch waits for a
-//! turn of the scheduler. So the memory node passes on its chunk memory ([`pool::ChunkMemory`]),
-//! and a READ or WRITE is one system call of the thread that needs the page. Chunks are still
-//! allocated and freed by the scheme, over the NIC.
+//! A private memory node serves one program, so its NIC need not protect the pages from other
+//! programs. The NIC would cost two thread switches for each page, and on a machine with as many
+//! CPU-bound processes as cores each switch waits for a turn of the scheduler. So the memory node
+//! passes on its chunk memory ([`pool::ChunkMemory`]), and a READ or WRITE is one system call of
+//! the thread that needs the page. Chunks are still allocated and freed by the scheme, over the
+//! NIC.
 //!
 //! The NIC moves the pages instead:
 //!
-//! - in a process to which the memory node does not pass its chunk memory: one of another user,
-//!   such as a child that has changed its user;
+//! - in a process to which the memory node does not pass its chunk memory: a process of another
+//!   user, such as a child that has changed its user;
 //! - where the system refuses the system call: beyond `RLIMIT_FSIZE`, or if memory is short.
 
 use pool::{Address, ChunkMemory, DefaultNic};
@@ -31,8 +31,8 @@ struct DirectTransport {
     pool: PoolTransport<DefaultNic>,
 }
 
-/// Connects to a private memory node, with `frames` frames. Pages are moved by the NIC
-/// if the memory node does not pass on its chunk memory.
+/// Connects to a private memory node, with `frames` frames. The NIC moves the pages if the memory
+/// node does not pass on its chunk memory.
 pub fn connect(nodes: &[Address], frames: u32) -> Result<Box<dyn Transport>, Error> {
     let pool = pool_transport::connect(nodes, frames)?;
     if let [Address::Shm(path)] = nodes
@@ -44,15 +44,16 @@ pub fn connect(nodes: &[Address], frames: u32) -> Result<Box<dyn Transport>, Err
 }
 
 impl DirectTransport {
-    /// Moves pages with `call`, which gets an address, a position in the frames and a
-    /// number of bytes. Returns false if the system refuses one of them.
+    /// Moves pages with `call`. Its arguments are an address in the chunk memory, a byte offset in
+    /// the frames and a number of bytes. Returns false if a call fails.
     fn each(
         &self,
         ios: &[PageIo],
         call: impl Fn(u64, usize, usize) -> std::io::Result<()>,
     ) -> Result<bool, TransportError> {
-        // The chunk memory outlives the memory node. But without it no chunk is allocated, and
-        // after a closed connection the chunks of this process are given to others.
+        // The chunk memory outlives the connection to the memory node, so a transfer would still
+        // succeed. But after the end of the connection the chunks of this process are given to
+        // other processes.
         self.pool.check_alive()?;
         Ok(ios.iter().all(|io| {
             let address = self.pool.address(io.chunk) + u64::from(io.offset_bytes);

@@ -1,9 +1,10 @@
 //! The handler: reads userfaultfd events, follows forks, and serves faults.
 //!
-//! One handler thread serves all faults, on the core where they occur. At intervals it checks on
-//! which core the faulting thread last ran, and moves there (`CpuAffinity`). A wake-up on the
-//! same core costs a fraction of a wake-up on another core, above all in a virtual machine. For the
-//! same reason there is only one handler: each fault would wake all handlers.
+//! One handler thread serves all faults, on the core where they occur. At intervals the thread
+//! checks on which core the faulting thread last ran, and moves to that core (`CpuAffinity`). A
+//! wake-up on the same core costs a fraction of a wake-up on another core, above all in a virtual
+//! machine. There is only one handler, because each fault would wake all threads that read the
+//! userfaultfd.
 //!
 //! [`crate::pages`] maps the page. Where the machine has no core for the worker thread, the handler
 //! does the worker's work in slices, after the faulting thread is awake.
@@ -18,7 +19,8 @@ use crate::stats::Counter;
 use crate::sys::{self, PAGE_BYTES};
 use crate::uffd::{Event, Fault};
 
-/// Pages that the handler takes out after a fault beyond those that came in.
+/// Number of pages that the handler takes out after a fault in addition to the number that the
+/// fault mapped.
 const CATCH_UP_PAGES: u32 = 2;
 
 impl Pager {
@@ -69,16 +71,16 @@ impl Pager {
 
     /// Serves one fault, and returns the number of pages that it mapped.
     fn serve(&self, hand: &mut Hand, fault: Fault) -> u32 {
-        // Without a page, the program has unmapped the memory since: the thread's next access ends it
-        // or finds other memory.
+        // An address without a page was unmapped after the fault. The next access of the thread
+        // ends the program or finds other memory.
         let Some(page) = self.region.find(fault.address) else {
             self.wake_at(&fault);
             return 0;
         };
         if fault.write_protected {
             // Pages are write-protected only while they are copied, where the kernel cannot move
-            // them. If the page is BUSY, the copying thread wakes this one. Otherwise the mark
-            // remained when an operation stopped half-way.
+            // them. If the page is BUSY, the copying thread wakes the faulting thread. Otherwise an
+            // operation that stopped half-way has left the page write-protected.
             self.stats().add(Counter::WriteFaults, 1);
             if let Some(entry) = self.pages.table.lock_or_wait(page) {
                 // SAFETY: a page of the region, BUSY by this thread.
@@ -140,8 +142,8 @@ impl Default for CpuAffinity {
 }
 
 impl CpuAffinity {
-    /// Moves the handler to the core of `thread`, which has just faulted, if two consecutive checks
-    /// found the thread on that core.
+    /// Moves the handler to the core of `thread`, which has just faulted. The handler moves only if
+    /// two consecutive checks found the thread on that core.
     fn follow(&mut self, thread: u32) {
         if self.until_check > 0 {
             self.until_check -= 1;

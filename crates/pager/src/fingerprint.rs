@@ -3,8 +3,9 @@
 //! A page whose fingerprint equals that of its slot's content need not be written again. The
 //! fingerprint is the XXH3 hash of 128 bits (<https://xxhash.com>) with a random secret of each
 //! process. Two different pages have the same fingerprint with probability 2^-128. Because the
-//! program never sees the secret or a fingerprint, no input can be chosen to collide. XXH3 is not a
-//! message authentication code: a fingerprint does not protect content from a memory node.
+//! program never sees the secret or a fingerprint, the program cannot choose contents that collide.
+//! XXH3 is not a message authentication code: a fingerprint does not protect content from a memory
+//! node.
 
 use twox_hash::XxHash3_128;
 

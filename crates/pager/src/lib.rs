@@ -80,8 +80,8 @@ use std::io;
 #[cfg(test)]
 pub(crate) use sim::fiber::point;
 
-/// A point of the pager's logic at which another thread may run. Only the simulation ([`sim`]) makes
-/// use of it.
+/// A point of the pager's logic at which another thread may run. Only the simulation ([`sim`]) uses
+/// these points.
 #[cfg(not(test))]
 #[inline(always)]
 pub(crate) fn point() {}
@@ -122,8 +122,8 @@ pub enum Error {
     UserfaultfdApi(io::Error),
     /// `GRANARY_LOCAL` is below [`config::LOCAL_BYTES_MIN`] or does not fit the transport's frames.
     #[error(
-        "--local {bytes} bytes is too small: use at least 4 MiB; the bound must hold all pages that \
-         one system call over many buffers needs"
+        "--local {bytes} bytes is too small: use at least 4 MiB; the bound must hold all pages \
+         that one system call over many buffers needs"
     )]
     LocalTooSmall {
         /// The requested bound.

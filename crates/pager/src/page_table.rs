@@ -226,7 +226,7 @@ impl PageTable {
         }
     }
 
-    /// Sets BUSY, spinning while another thread holds it, and calling `pause` now and then. Only for
+    /// Sets BUSY. Spins while another thread has set it, and calls `pause` now and then. Only for
     /// threads on which no fault depends.
     pub fn lock_with(&self, page: PageId, pause: impl Fn()) -> Entry {
         let mut spins = 0u32;

@@ -240,7 +240,8 @@ impl Pager {
     }
 
     /// Opens the backing memory that `config` names, with as many frames as its bound needs: memory
-    /// nodes ([`direct_transport`], [`pool_transport`]), or a file for diagnosis ([`crate::store`]).
+    /// nodes ([`direct_transport`], [`pool_transport`]), or a file for diagnosis
+    /// ([`crate::store`]).
     pub fn open_transport(config: &Config) -> Result<Box<dyn Transport>, Error> {
         let frames = Sizes::new(config.local_bytes).frames();
         if FileTransport::is_named_by(&config.pool) {

@@ -3,12 +3,12 @@
 //!
 //! `GRANARY_POOL` is a comma-separated list of [`pool::Address`]. Chunks are allocated from the
 //! memory nodes in round-robin order; a node that is full or gone is skipped. The pages on a node
-//! that is gone are lost. Each memory node's NIC has frames of its own. The pager uses the frames of
-//! the first node. Pages on their way to or from another node are copied to or from the same frames
-//! of that node.
+//! that is gone are lost. Each memory node's NIC has frames of its own. The pager uses the frames
+//! of the first node. Pages on their way to or from another node are copied to or from the same
+//! frames of that node.
 //!
-//! Each lane has a QP of its own where the memory node offers three lanes, so that a READ on which a
-//! thread waits does not queue behind others (OneSidedMW §5.1). With two lanes, write-back and
+//! Each lane has a QP of its own where the memory node offers three lanes, so that a READ on which
+//! a thread waits does not queue behind others (OneSidedMW §5.1). With two lanes, write-back and
 //! read-ahead share one.
 //!
 //! All memory that the transport uses lies outside the paged region: the frames and the queues are

@@ -1,5 +1,5 @@
-//! Scheduling of the handler of page faults: it runs before CPU-bound threads of other programs,
-//! and does not starve them.
+//! Scheduling of the handler of page faults: before CPU-bound threads of other programs, without
+//! starving them.
 //!
 //! A thread that faults waits for the handler, so the handler must not wait for a turn of the
 //! scheduler ([`units::scheduling`]). The handler sleeps after each fault. If faults of several

@@ -1,8 +1,9 @@
-//! The shelf: what each position of the pager's own page memory holds.
+//! The shelf: the use of each position of the pager's own page memory.
 //!
 //! The shelf is SAMS's page manager ("Effective Page Eviction"): pages that were taken out of the
-//! program's memory and pages that were prefetched wait here, ready to be mapped. [`Shelf`] is the
-//! bookkeeping; [`crate::memory`] moves the bytes. The caller's lock guards it.
+//! program's memory and pages that were prefetched wait here, ready to be mapped. [`Shelf`] records
+//! the use of each position, and [`crate::memory`] moves the bytes. The caller's lock guards the
+//! shelf.
 //!
 //! ```text
 //!   Empty --populate--> Blank --take_blank--> Reserved --READ--> Fetching --> Clean
@@ -13,8 +14,8 @@
 //!   Dirty --WRITE--> Writing --> Clean
 //! ```
 //!
-//! Positions are allocated in runs, because the kernel moves a run of pages for little more than
-//! the price of one. A run lies within a *tray* of 64 positions, so that one word of a bitmap
+//! Positions are allocated in runs, because the kernel moves a run of pages in little more time
+//! than one page. A run lies within a *tray* of 64 positions, so that one word of a bitmap
 //! describes it.
 
 use crate::memory::Position;
@@ -26,7 +27,8 @@ use crate::stream::WindowId;
 /// Use of a position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
-    /// No memory. Never touched, because the kernel cannot move a page to it afterwards.
+    /// No memory. No thread touches an empty position, because the kernel moves pages only to
+    /// positions without memory.
     Empty,
     /// Memory of any content that no page uses.
     Blank,
@@ -189,8 +191,8 @@ impl Shelf {
         self.records[position.0 as usize] = record;
     }
 
-    /// Reserves consecutive empty positions: `wanted` of them, at most 64, or the longest run that
-    /// there is.
+    /// Reserves consecutive empty positions: `wanted` of them, at most 64, or the longest run if
+    /// all runs are shorter.
     pub fn take_empty(&mut self, wanted: u32) -> Option<(Position, u32)> {
         let (first, count) = self.empty.find(wanted)?;
         for index in first..first + count {
@@ -199,8 +201,8 @@ impl Shelf {
         Some((Position(first), count))
     }
 
-    /// Reserves consecutive blank positions: `wanted` of them, at most 64, or the longest
-    /// run that there is.
+    /// Reserves consecutive blank positions: `wanted` of them, at most 64, or the longest run if
+    /// all runs are shorter.
     pub fn take_blank(&mut self, wanted: u32) -> Option<(Position, u32)> {
         let (first, count) = self.blank.find(wanted)?;
         for index in first..first + count {
@@ -312,8 +314,8 @@ impl Bits {
         self.count = if member { self.count + 1 } else { self.count - 1 };
     }
 
-    /// Returns the first and the number of `wanted` consecutive members within a tray, or the
-    /// longest such run.
+    /// Returns the first member and the length of a run of `wanted` members, or of the longest run.
+    /// A run lies within a tray.
     fn find(&mut self, wanted: u32) -> Option<(u32, u32)> {
         if self.count == 0 || wanted == 0 {
             return None;

@@ -15,16 +15,16 @@
 //! Slots are *frozen* while a forked child may still read their content (see [`crate::fork`]). Each
 //! fork begins an *epoch*; a child needs the slots that were used at its fork. A frozen slot is
 //! neither overwritten nor reused while the child of any epoch from the slot's first freeze to its
-//! free lives. So slots return although children overlap without a gap.
+//! free lives. So slots become free again even if there is always a living child.
 //!
 //! Each slot has the fingerprint of its content ([`crate::fingerprint`]).
 //!
-//! Two kinds of slots have no memory. The content of an *inherited* slot is held by the page server of
-//! another process ([`crate::fork`]). A *word* slot is a page that repeats one word, which the index
-//! itself contains.
+//! Two kinds of slots have no memory. The content of an *inherited* slot is held by the page server
+//! of another process ([`crate::fork`]). A *word* slot is a page that repeats one word, which the
+//! index itself contains.
 //!
-//! Invariants: a used slot belongs to one page or one position; `live` is the number of used slots of
-//! a chunk; a chunk without used slots does not exist.
+//! Invariants: a used slot belongs to one page or one position; `live` is the number of used slots
+//! of a chunk; a chunk without used slots does not exist.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -40,8 +40,8 @@ pub struct SlotId(pub u64);
 /// Bit in the index of a slot whose content the page server of another process holds: see
 /// [`crate::fork`].
 const INHERITED: u64 = 1 << 47;
-/// Bit in the index of a slot whose page repeats a word. Two bits below it name the form of the word,
-/// and the lower ones hold it.
+/// Bit in the index of a slot whose page repeats a word. Two bits below it name the form of the
+/// word, and the lower ones hold it.
 const WORD: u64 = 1 << 46;
 const WORD_BITS: u32 = 44;
 
@@ -51,8 +51,8 @@ impl SlotId {
         Self(INHERITED | u64::from(page.0))
     }
 
-    /// Returns the slot of a page that repeats a word, if the index can hold the word: a repeated
-    /// 32-bit pattern, or a word with 20 leading or 20 trailing zero bits.
+    /// Returns the slot of a page that repeats a word, if the index can hold the word. An index can
+    /// hold a repeated 32-bit pattern, or a word with 20 leading or 20 trailing zero bits.
     pub fn word(word: u64) -> Option<Self> {
         let low = word & u64::from(u32::MAX);
         let (kind, bits) = if word >> 32 == low {
@@ -124,17 +124,17 @@ pub enum Source {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Emptied(pub ChunkLocation);
 
-/// Number of a fork. Forks without a gap between their children have ascending numbers.
+/// Number of a fork. The numbers ascend, and restart when no child needs a slot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Epoch(pub u32);
 
 struct Chunk {
     location: ChunkLocation,
     used: Vec<u64>,
-    /// Epoch of the first freeze of each slot, 0 for a slot that was never frozen. Empty if that
-    /// is so for all.
+    /// Epoch of the first freeze of each slot, 0 for a slot that was never frozen. Empty if no slot
+    /// of the chunk was ever frozen.
     frozen: Vec<u32>,
-    /// Fingerprints of the content of used slots, 0 for a slot without.
+    /// Fingerprints of the content of used slots, 0 for a slot without a fingerprint.
     prints: Vec<u128>,
     live: u32,
 }
@@ -168,7 +168,7 @@ pub struct Slots {
     inherited: u32,
 }
 
-/// Time after which the pool is tried again when it was full.
+/// Time after which the pager asks a pool again that was full.
 const FULL_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
 impl Slots {
@@ -220,8 +220,8 @@ impl Slots {
 
     /// Allocates a slot, adjacent to the previously allocated one where possible. Returns `None` if
     /// no chunk has room: the caller adds one, by [`Slots::add_pool_chunk`] or, if
-    /// [`Slots::wants_pool`] is false, by [`Slots::add_overflow_chunk`]. So the lock of the slots is
-    /// not held while the pool allocates.
+    /// [`Slots::wants_pool`] is false, by [`Slots::add_overflow_chunk`]. So the lock of the slots
+    /// is not held while the pool allocates.
     pub fn allocate(&mut self) -> Option<SlotId> {
         loop {
             if let Some(index) = self.open {
@@ -240,7 +240,8 @@ impl Slots {
                 }
             }
             self.cursor = 0;
-            // The emptiest chunk if at least a quarter of it is free; any, if the pool is full.
+            // Opens the emptiest chunk if at least a quarter of the chunk is free. If the pool is
+            // full, one free slot is enough.
             let wanted = if self.wants_pool() { (self.chunk_pages() / 4).max(1) } else { 1 };
             self.open = self.roomy(wanted);
             self.open?;
@@ -259,7 +260,8 @@ impl Slots {
             .map(|(index, _)| index)
     }
 
-    /// Returns true if the pool is to be asked for a chunk: false for a while after it was full.
+    /// Returns true if the caller should ask the pool for a chunk. False for a while after the pool
+    /// was full.
     pub fn wants_pool(&self) -> bool {
         self.full_since.is_none_or(is_retry_due)
     }
@@ -289,7 +291,7 @@ impl Slots {
     }
 
     /// Notes that a stretch of the overflow file is free: the caller has freed the location that
-    /// [`Slots::free`] returned. Before, a new chunk there would lose its content.
+    /// [`Slots::free`] returned. A new chunk that used the stretch earlier would lose its content.
     pub fn note_freed(&mut self, stretch: u32) {
         self.overflow_free.push(stretch);
     }
@@ -371,8 +373,9 @@ impl Slots {
         first != Epoch(0) && self.dependents.range(first..=last).next().is_some()
     }
 
-    /// Frees a slot, or defers this until no child needs the slot if it is frozen. If the slot's
-    /// chunk becomes empty, the chunk is removed, and the caller frees the returned location.
+    /// Frees a slot. The free of a frozen slot is deferred until no child needs the slot. If the
+    /// slot's chunk becomes empty, the chunk is removed, and the caller frees the returned
+    /// location.
     #[must_use]
     pub fn free(&mut self, slot: SlotId) -> Option<Emptied> {
         if slot.inherited_page().is_some() {
@@ -452,8 +455,8 @@ impl Slots {
         !self.dependents.is_empty()
     }
 
-    /// Records that one child less needs the slots of an epoch, and frees the slots that no child
-    /// needs any more and whose freeing was deferred. Returns the chunks that became empty.
+    /// Records that one child less needs the slots of an epoch. Frees the slots whose free was
+    /// deferred and that no child needs any more. Returns the chunks that became empty.
     #[must_use]
     pub fn remove_dependent(&mut self, epoch: Epoch) -> Vec<Emptied> {
         let children = self.dependents.get_mut(&epoch).expect("a child of this epoch was counted");
@@ -481,7 +484,7 @@ impl Slots {
     }
 }
 
-/// Returns true if a pool that was full at a time is to be asked again.
+/// Returns true if the pager should ask a pool again that was full at `since`.
 fn is_retry_due(since: Instant) -> bool {
     #[cfg(test)]
     if let Some(step) = crate::sim::fiber::step() {

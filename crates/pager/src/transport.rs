@@ -1,8 +1,9 @@
 //! Interface between the pager and its backing memory: chunks, and transfers of pages to and from
 //! them.
 //!
-//! The pager moves pages between *frames* of 4 KiB and *chunks*. Frames are memory that the transport
-//! supplies, because its NIC must be able to access it. The transport allocates the chunks.
+//! The pager moves pages between *frames* of 4 KiB and *chunks*. Frames are memory that the
+//! transport supplies, because its NIC must be able to access it. The transport allocates the
+//! chunks.
 //!
 //! Transfers are split-phase: [`Transport::post`] starts them and returns a [`Ticket`], which is
 //! polled or waited for.
@@ -70,8 +71,8 @@ pub struct FrameMemory {
     pub frames: u32,
 }
 
-/// Transfers in flight. An implementation whose NIC accesses the frames waits when it is dropped, so
-/// that the owner of the frames may use them again.
+/// Transfers in flight. An implementation whose NIC accesses the frames waits when it is dropped,
+/// so that the owner of the frames may use them again.
 pub trait InFlight: Send {
     /// Returns true if the transfers are complete. Makes no system call.
     fn poll(&mut self) -> Result<bool, TransportError>;
@@ -124,7 +125,7 @@ pub struct TransportStats {
     pub allocations_by_nic: u64,
     /// Chunks that the memory node's CPU allocated.
     pub allocations_by_cpu: u64,
-    /// The calling thread moves the pages, not a NIC.
+    /// True if the calling thread moves the pages, and not a NIC.
     pub is_direct: bool,
 }
 

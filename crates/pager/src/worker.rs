@@ -2,8 +2,8 @@
 //!
 //! The worker takes pages out, writes them back, reclaims positions, frees chunks, does its part of
 //! forks, and measures unpaged memory. Where the machine has two cores or fewer, the program and
-//! the NIC's polling thread occupy them; the handler then does the worker's work on pages in slices
-//! ([`crate::fault`]), and the worker only the rest.
+//! the NIC's polling thread occupy them; the handler then does the work on pages in slices
+//! ([`crate::fault`]), and the worker does the rest.
 
 use std::sync::atomic::Ordering;
 
@@ -12,7 +12,7 @@ use crate::pages::Hand;
 use crate::sys;
 use crate::unpaged;
 
-/// Pages that the worker takes out at once.
+/// Maximum number of pages that the worker takes out at once.
 const BATCH_PAGES: u32 = 64;
 
 impl Pager {

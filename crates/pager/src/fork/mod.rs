@@ -114,7 +114,8 @@ impl Pager {
         if self.forks.is_light() {
             self.forks.request(Message::of(channel::FORKS), &ends);
         } else {
-            // From here on no page is taken out, so the handler serves this thread beyond the bound.
+            // From here on no page is taken out, so the handler serves this thread beyond the
+            // bound.
             self.forks.thread.store(sys::thread_id(), Ordering::Release);
             self.pages.fork_waits.store(true, Ordering::Release);
             self.ask_worker(ASKED);

@@ -1,6 +1,6 @@
 //! [`Memory`] of the Linux kernel, over userfaultfd.
 //!
-//! There are two ways in which pages get between the program's memory and the shelf:
+//! There are two ways to bring pages from the program's memory to the shelf and back:
 //!
 //! | | [`Way::Move`] (Linux 6.8 and later) | [`Way::Copy`] |
 //! | --- | --- | --- |
@@ -10,7 +10,7 @@
 //! | microseconds a page, in runs of 64 | 0.1 | 1.5 |
 //!
 //! The kernel moves pages only between mappings with the same access, which is read and write for
-//! the shelf. So pages with another protection are copied in both ways.
+//! the shelf. So [`Way::Move`] too copies pages with another protection.
 //!
 //! The kernel also moves a page that it references without a pin: vmsplice(2) and MSG_ZEROCOPY do
 //! this. Because the memory of the page is used again for other pages, the pipe or the socket then
@@ -33,7 +33,7 @@ use crate::sys::{self, PAGE_BYTES};
 use crate::uffd::{MoveOptions, Uffd};
 use crate::{Error, descriptor};
 
-/// The way in which pages get between the program's memory and the shelf.
+/// The way to bring pages from the program's memory to the shelf and back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     /// The kernel moves pages.
@@ -80,8 +80,8 @@ enum Step {
     Stop(Stop),
 }
 
-/// Calls `step` for a run, with the first page and the number of pages of a part, until the run is
-/// done or stops.
+/// Calls `step` for parts of a run until the run is done or stops. The arguments are the first page
+/// and the number of pages of a part.
 fn for_run(pages: u32, mut step: impl FnMut(u32, u32) -> Step) -> Done {
     let (mut at, mut count) = (0, pages);
     while at < pages {
@@ -147,7 +147,7 @@ impl LinuxMemory {
         Ok(memory)
     }
 
-    /// Returns the way in which pages get between the program's memory and the shelf.
+    /// Returns the way to bring pages from the program's memory to the shelf and back.
     pub fn way(&self) -> Way {
         self.way
     }
@@ -162,7 +162,8 @@ impl LinuxMemory {
         self.positions
     }
 
-    /// Returns how many pages at most are present twice for a moment, while they are copied.
+    /// Returns the maximum number of pages that are present twice for a moment, while the pages are
+    /// copied.
     pub fn slack_pages(&self) -> u32 {
         match self.way {
             Way::Move => COPIED_RUN_MOVING,

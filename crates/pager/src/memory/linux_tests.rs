@@ -75,7 +75,7 @@ impl Fixture {
         self.memory.put_in(Position(from), PageId(first), pages)
     }
 
-    /// Returns how many of the positions have memory.
+    /// Returns the number of positions that have memory.
     fn present_positions(&self, first: u32, pages: u32) -> usize {
         let mut present = vec![0u8; pages as usize];
         let start = self.memory.position(Position(first));
@@ -311,7 +311,7 @@ fn page_locked_in_memory_stays() {
         assert_eq!(f.take_out(1, 0, 4), stopped(2, Stop::Pinned));
         assert_eq!(f.pages(1, 4), [None, None, Some(3), Some(4)]);
         assert_eq!([f.position(0), f.position(1), f.position(2)], [1, 2, 0]);
-        // A page that were still write-protected would block this thread.
+        // If the page were still write-protected, this thread would wait without end.
         // SAFETY: a mapped page of the test.
         unsafe { (f.address(3) as *mut u8).write_volatile(3) };
     });
@@ -360,7 +360,7 @@ fn no_page_is_taken_out_or_put_in_during_a_fork() {
             }
         });
         assert!(!forking.is_finished());
-        // Forks of other tests report events too, and wait like this one.
+        // Forks of other tests report events too, and wait for this thread to read them.
         f.memory.uffd.set_nonblocking().unwrap();
         wait_until("the fork has ended", || {
             let mut events = Vec::new();

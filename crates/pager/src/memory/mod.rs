@@ -52,8 +52,7 @@ pub enum Stop {
     Changed,
 }
 
-/// Result of an operation on a run of pages: how many pages are done, from the first on, and why
-/// the next one is not.
+/// Result of an operation on a run of pages: the first pages of the run are done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Done {
     /// Number of pages for which the operation is complete.
@@ -72,12 +71,12 @@ pub trait Memory: Send + Sync {
     /// the program has dropped meanwhile becomes a position of zeros.
     fn take_out(&self, first: PageId, to: Position, pages: u32) -> Done;
 
-    /// Puts the content of filled positions into missing pages of the program's memory, and wakes
-    /// the threads that wait for them. The positions are empty then.
+    /// Puts the content of filled positions into missing pages of the program's memory. Wakes the
+    /// threads that wait for the pages. The positions are empty then.
     fn put_in(&self, from: Position, first: PageId, pages: u32) -> Done;
 
-    /// Maps zeros at missing pages, and wakes the threads that wait for them. The pages have memory of
-    /// their own only with `write`.
+    /// Maps zeros at missing pages, and wakes the threads that wait for them. The pages have memory
+    /// of their own only with `write`.
     fn put_zeros(&self, first: PageId, pages: u32, write: bool) -> Done;
 
     /// Drops pages from the program's memory, mapped or missing.

@@ -45,7 +45,8 @@ impl std::fmt::Debug for Bytes {
     }
 }
 
-/// How often an operation stops early: once in so many pages, or never if 0.
+/// Odds that an operation stops early: at one page in this number of pages on average, and never
+/// for 0.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Odds {
     pub pinned: u32,
@@ -269,15 +270,15 @@ impl ModelMemory {
         }
     }
 
-    /// Drops a page behind the pager's back. Returns true if it was mapped: the page reads as zeros
-    /// then.
+    /// Drops a page as a raw system call does, which the pager does not see. Returns true if the
+    /// page was mapped, and so reads as zeros now.
     pub(crate) fn drop_raw(&self, page: PageId) -> bool {
         let dropped = self.kernel().unmap(page).is_some();
         trace(|| format!("raw drop of {page:?}: {dropped}"));
         dropped
     }
 
-    /// Pins a page if it is mapped. Returns whether it is.
+    /// Pins a page if it is mapped. Returns true if the page is mapped.
     pub(crate) fn pin(&self, page: PageId) -> bool {
         let mut kernel = self.kernel();
         let is_mapped = kernel.pages[page.0 as usize].is_some();

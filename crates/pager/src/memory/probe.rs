@@ -35,8 +35,8 @@ pub(super) fn reason_to_copy(uffd: &Uffd) -> Option<String> {
     found.err().map(|what| format!("the self-test of UFFDIO_MOVE failed: {what}"))
 }
 
-/// Moves the pages of `region` to `shelf` and back: a page with content, a page of zeros that has
-/// no memory of its own, a missing page, and another page with content.
+/// Moves the pages of `region` to `shelf` and back. These are a page with content, a page of zeros
+/// that has no memory of its own, a missing page, and another page with content.
 fn try_moves(uffd: &Uffd, region: usize, shelf: usize) -> Result<(), String> {
     let failed = |what: &'static str| move |error: io::Error| format!("{what}: {error}");
     let reader = ProgramReader::open();

@@ -1,5 +1,5 @@
-//! What the program's `munmap`, `madvise` and `mremap` do to pages, and how pages enter a new page
-//! table.
+//! Changes of pages by the program's `munmap`, `madvise` and `mremap`, and the entry of pages into
+//! a new page table.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -14,8 +14,8 @@ use crate::slots::SlotId;
 use crate::transport::{Direction, FrameId};
 
 impl<M: Memory> Pages<M> {
-    /// Drops the content of pages, which read as zeros afterwards. A thread of
-    /// the pager frees emptied chunks later.
+    /// Drops the content of pages, which read as zeros afterwards. A thread of the pager frees
+    /// chunks that become empty.
     pub fn drop_range(&self, range: Range<u32>) {
         self.table.touched(range, |part| {
             let mut at = part.start;
@@ -49,8 +49,8 @@ impl<M: Memory> Pages<M> {
         self.forget_run(run);
     }
 
-    /// Frees the positions and slots of pages that the kernel has unmapped. The caller excludes the
-    /// taking out of pages.
+    /// Frees the positions and slots of pages that the kernel has unmapped. The caller has locked
+    /// the protections, so no page is taken out.
     pub fn release_range(&self, range: Range<u32>) {
         self.table.touched(range, |part| {
             for page in part.map(PageId) {
@@ -65,7 +65,7 @@ impl<M: Memory> Pages<M> {
         self.note_room();
     }
 
-    /// Makes BUSY pages absent that have no memory in the program any more.
+    /// Makes BUSY pages absent whose memory in the program is already freed.
     fn forget_run(&self, run: &[(PageId, Entry)]) {
         let mut guard = self.state();
         let state = &mut *guard;
@@ -98,10 +98,10 @@ impl<M: Memory> Pages<M> {
         match state.shelf.used(position) {
             Use::Fetching(flight, entry) | Use::Writing(flight, entry) => {
                 if state.flights.note_dropped(flight, entry) {
-                    // The end of the flight wakes no threads at this page any more.
+                    // The end of the flight does not wake the threads that wait for a dropped page.
                     state.late_wakes.push(record.page);
                 }
-                // The window's page is neither used nor wasted: the record is not asked again.
+                // No later event counts this page for its window.
                 state.shelf.record_mut(position).window = None;
             }
             Use::Clean | Use::Dirty => {
@@ -117,8 +117,8 @@ impl<M: Memory> Pages<M> {
         }
     }
 
-    /// Moves the content of a page to another page, which is dropped first. Both pages
-    /// have the same protection.
+    /// Moves the content of page `from` to page `to`, which is dropped first. Both pages have the
+    /// same protection.
     pub fn move_page(&self, hand: &mut Hand, from: PageId, to: PageId) {
         loop {
             if self.table.load(from) == Entry::ABSENT {
@@ -157,7 +157,7 @@ impl<M: Memory> Pages<M> {
         }
     }
 
-    /// Returns how to wait for a page that is being read or written.
+    /// Returns how the caller waits for a page in flight, or `None` for any other page.
     fn in_flight(&self, entry: Entry) -> Option<Late> {
         let position = Position(entry.position()?);
         let mut state = self.state();
@@ -167,9 +167,9 @@ impl<M: Memory> Pages<M> {
         }
     }
 
-    /// Sets a page of a move's target BUSY and makes sure that it is absent.
+    /// Sets a page of a move's target BUSY, and drops the page if it is not absent.
     ///
-    /// Since the target was dropped, the first touch of the mapping below may have filled the page
+    /// After the drop of the target, a first touch of the mapping below may have filled the page
     /// with zeros: the kernel merges neighbouring mappings, and the handler checks only the page
     /// table.
     fn lock_absent(&self, page: PageId) {
@@ -183,8 +183,8 @@ impl<M: Memory> Pages<M> {
         }
     }
 
-    /// Enters an existing page of the program's memory as resident, unless the handler has mapped it
-    /// meanwhile. The number of present pages may exceed the limit afterwards.
+    /// Enters an existing page of the program's memory as resident, unless the handler has mapped
+    /// it meanwhile. The number of present pages may exceed the limit afterwards.
     pub fn adopt(&self, page: PageId) {
         let entry = self.table.lock_with(page, || self.memory.pause());
         if entry.state() != PageState::Absent {
@@ -199,7 +199,7 @@ impl<M: Memory> Pages<M> {
     }
 
     /// Enters a page into a new table, which no other thread uses yet. The number of present pages
-    /// may exceed the limit afterwards: [`Pages::work`] brings it back.
+    /// may exceed the limit afterwards: [`Pages::work`] brings the number back.
     pub fn enter(&self, page: PageId, entry: Entry) {
         let before = self.table.lock_with(page, || unreachable!("no other thread uses the table"));
         assert_eq!(before.state(), PageState::Absent, "each page is entered only once");
@@ -212,9 +212,9 @@ impl<M: Memory> Pages<M> {
         }
     }
 
-    /// Calls `visit` with the slot of each page that has one, resident pages included, and `block`
-    /// with the first page of each part of the table in which pages exist. For the snapshot of a
-    /// fork: no page is dirty on the shelf, and none is taken out meanwhile.
+    /// Calls `visit` with the slot of each page that has a slot, resident pages included. Calls
+    /// `part_begins` with the first page of each part of the table in which pages exist. The
+    /// snapshot of a fork uses this while no page on the shelf is dirty and no page is taken out.
     pub fn visit_slots(
         &self,
         pages: Range<u32>,
@@ -224,7 +224,8 @@ impl<M: Memory> Pages<M> {
         self.table.touched(pages, |part| {
             part_begins(part.start);
             for page in part.map(PageId) {
-                // The state's lock: between the two reads, a page could leave its position.
+                // Without the lock of the state, the page could leave its position between the two
+                // reads.
                 let state = self.state();
                 let entry = self.table.load(page);
                 let slot = match entry.position() {
@@ -236,13 +237,15 @@ impl<M: Memory> Pages<M> {
         });
     }
 
-    /// Moves inherited pages, which another process holds, to slots of this pager: one pass over all
-    /// pages. Pages that other threads change meanwhile may be left; the caller calls again.
+    /// Moves inherited pages, whose content another process holds, to slots of this pager. One call
+    /// makes one pass over all pages. The caller repeats the call, because pages that other threads
+    /// change meanwhile may remain inherited.
     pub fn move_inherited(&self, hand: &mut Hand) {
         let inherited = |slot: Option<SlotId>| slot.is_some_and(|s| s.inherited_page().is_some());
         let mut remote: Vec<(PageId, SlotId)> = Vec::new();
         self.table.touched(0..self.table.len() as u32, |part| {
-            // From the write-back before a fork until its snapshot, each page must keep its slot.
+            // From the write-back before a fork until the fork's snapshot, each page must keep its
+            // slot.
             let protection = self.try_lock_protection();
             if protection.is_none() || self.fork_waits.load(Ordering::Acquire) {
                 self.memory.pause();
@@ -275,12 +278,13 @@ impl<M: Memory> Pages<M> {
         for part in remote.chunks(INHERIT_FRAMES as usize) {
             self.copy_inherited(hand, part);
         }
-        // Pages on the shelf reach slots of this pager; those in flight arrive.
+        // Writes dirty pages to slots of this pager, and lets pages in flight arrive for the next
+        // pass.
         self.flush(hand);
     }
 
-    /// Makes a clean page on the shelf dirty if its slot is inherited, so that it is written to a
-    /// slot of this pager.
+    /// Makes a clean page on the shelf dirty if its slot is inherited. Its next write-back goes to
+    /// a slot of this pager.
     fn disinherit(&self, page: PageId) {
         let mut state = self.state();
         let Some(position) = self.table.load(page).position().map(Position) else { return };
@@ -304,8 +308,8 @@ impl<M: Memory> Pages<M> {
         self.wake_late();
     }
 
-    /// Copies remote inherited pages to slots of this pager. The page keeps its inherited slot if a
-    /// thread has changed it meanwhile.
+    /// Copies remote inherited pages to slots of this pager. A page that a thread has changed
+    /// meanwhile is left as it is.
     fn copy_inherited(&self, hand: &mut Hand, pages: &[(PageId, SlotId)]) {
         let first = self.sizes.first_inherit_frame();
         let frame = |index: usize| FrameId(first + index as u32);

@@ -9,7 +9,8 @@
 //! | Posted | the transfer is in flight; any thread may take the flight over and end it |
 //!
 //! The program may drop a page of a flight at any time, and a fault may map a page that is being
-//! written. Neither waits: the entry is marked, and the end of the flight frees what remains.
+//! written. Neither thread waits for the transfer: each marks the entry with its fate. The end of
+//! the flight then frees the slot, and also the position of a dropped page.
 
 use crate::memory::{Memory, Position};
 use crate::page_table::{Entry, PageId, State as PageState};
@@ -27,7 +28,7 @@ use crate::transport::{Direction, Lane, Ticket};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FlightIndex(pub u8);
 
-/// What the end of a flight does with an entry.
+/// Treatment of an entry at the end of its flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
     /// The position becomes clean.
@@ -70,11 +71,11 @@ pub struct Flights {
     windows: std::ops::Range<usize>,
 }
 
-/// What a thread that needs a page in flight does.
+/// Next step of a thread that needs a page in flight.
 pub enum Late {
-    /// The thread has taken the flight over, and ends it.
+    /// The thread has taken the flight over, and must end it.
     Take(FlightIndex),
-    /// Another thread ends it, and wakes the page then.
+    /// Another thread owns the flight, and wakes the threads that wait for the page.
     Waits,
 }
 
@@ -144,8 +145,8 @@ impl Flights {
         self.flights.iter().all(|flight| flight.phase == Phase::Free)
     }
 
-    /// Takes a posted flight over if a thread needs one of its pages; otherwise the owner of the
-    /// flight wakes the page.
+    /// Takes a posted flight over for a thread that needs one of its pages. A flight with an owner
+    /// is marked instead, so that the owner wakes the threads that wait for its pages.
     pub fn need(&mut self, index: FlightIndex) -> Late {
         let flight = self.get(index);
         match flight.phase {
@@ -160,7 +161,7 @@ impl Flights {
         }
     }
 
-    /// Takes over the posted write-back batch that was started first.
+    /// Takes over the posted write-back batch with the lowest index.
     fn need_write(&mut self) -> Option<FlightIndex> {
         let writes = self.windows.end..self.flights.len();
         let index = writes.into_iter().find(|&i| self.flights[i].phase == Phase::Posted)?;
@@ -195,8 +196,9 @@ impl Flights {
 }
 
 impl<M: Memory> Pages<M> {
-    /// Starts to read a page that is BUSY by this thread to a position that this thread reserved,
-    /// and clears BUSY. Returns `None` if no frame is free; then nothing has changed.
+    /// Starts to read a page to a position, and clears BUSY. The calling thread has set the page
+    /// BUSY and has reserved the position. Returns `None` if no frame is free; then nothing has
+    /// changed.
     pub(super) fn post_demand(
         &self,
         hand: &mut Hand,
@@ -291,7 +293,7 @@ impl<M: Memory> Pages<M> {
     /// consecutive pages get consecutive positions.
     fn gather_window(&self, state: &mut State, index: FlightIndex, window: &Window) {
         let mut blanks: Option<(Position, u32)> = None;
-        // With too few blank positions, the pages that the stream reaches first.
+        // If too few positions are blank, only the pages that the stream reaches first are read.
         let mut left = window.pages.min(self.sizes.window).min(state.shelf.blank());
         let count = left;
         let ascending = (0..count).map(|at| if window.step < 0 { count - 1 - at } else { at });
@@ -326,8 +328,8 @@ impl<M: Memory> Pages<M> {
         self.end_owned(hand, index);
     }
 
-    /// Waits for the oldest write-back batch. Returns false if none is in flight that this thread
-    /// could wait for.
+    /// Waits for a write-back batch and ends it. Returns false if every batch in flight has another
+    /// owner, or none is in flight.
     pub(super) fn wait_write(&self, hand: &mut Hand) -> bool {
         let index = self.state().flights.need_write();
         index.map(|index| self.wait_flight(hand, index)).is_some()
@@ -411,7 +413,7 @@ impl<M: Memory> Pages<M> {
             }
         }
         let pages = entries.len() as u32;
-        // Keeps the capacity.
+        // The flight keeps the list, so that the next use allocates nothing.
         state.flights.get(index).entries = entries;
         match direction {
             Direction::Read => self.stats.add(Counter::PagesIn, u64::from(pages)),
@@ -457,7 +459,7 @@ impl<M: Memory> Pages<M> {
             let Some(position) = state.shelf.oldest_dirty() else { break };
             let record = *state.shelf.record(position);
             if self.table.load(record.page).is_busy() {
-                // A fault maps the page just now: the position may be empty already.
+                // Another thread may be mapping the page: the position may be empty already.
                 state.shelf.renew_dirty(position);
                 continue;
             }
@@ -499,8 +501,8 @@ impl<M: Memory> Pages<M> {
         pages
     }
 
-    /// Allocates slots for a batch, so that the first one is taken first. A chunk is allocated
-    /// outside of the lock.
+    /// Allocates slots for a batch into `hand.slots`, in reverse order, because the batch pops them
+    /// from the end. A chunk is allocated outside of the lock.
     pub(super) fn allocate_slots(&self, hand: &mut Hand, count: usize) {
         if count == 0 {
             return;

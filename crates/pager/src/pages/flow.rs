@@ -1,4 +1,5 @@
-//! The asynchronous path: which pages leave the program's memory, and what becomes of them.
+//! The asynchronous path: takes pages out of the program's memory, writes them back, and reclaims
+//! their positions.
 //!
 //! Pages are taken out in runs, inspected while they are BUSY, and then stay on the shelf:
 //!
@@ -9,12 +10,12 @@
 //!                                    --> else                                 position: dirty
 //! ```
 //!
-//! A keyed 128-bit fingerprint of the content, kept with each slot, tells whether a page differs
-//! from its slot. So no page is write-protected to find out.
+//! Each slot has a keyed 128-bit fingerprint of its content. A page is equal to its slot if the
+//! fingerprints are equal. So no page must be write-protected to detect a change.
 //!
-//! [`Pages::work`] does a bounded amount of what is due. The worker calls it where the machine has a
-//! core for it, and the handler after each fault otherwise. [`Pages::make_blank`] is the same work
-//! for a fault that finds no blank position.
+//! [`Pages::work`] does a bounded part of the due work. Where the machine has a core for the
+//! worker, the worker calls `work`; otherwise the handler calls `work` after each fault.
+//! [`Pages::make_blank`] does the same work for a fault that finds no blank position.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -28,15 +29,15 @@ use crate::slots::{SlotId, Source};
 use crate::stats::Counter;
 use crate::transport::FrameId;
 
-/// Pages that a fault takes out at most: at about 0.4 us each in a run, 4 us of work.
+/// Maximum number of pages that a fault takes out at once. In a run, a page costs about 0.4 us.
 const SLICE_PAGES: u32 = 16;
-/// Pages that are taken out at once, where no fault waits.
+/// Maximum number of pages that are taken out at once while no fault waits.
 const BATCH_PAGES: u32 = 64;
-/// Positions that get memory together.
+/// Maximum number of positions that get memory together.
 const GROWTH_PAGES: u32 = 16;
 
-/// Buffers of one thread that works on pages, and the blank position that it keeps for its next
-/// fault.
+/// Buffers of one thread that works on pages. The hand of a handler also keeps a blank position for
+/// the next fault.
 pub struct Hand {
     /// A reserved position with memory.
     pub(super) blank: Option<Position>,
@@ -91,19 +92,19 @@ struct Taken {
 /// Result of an attempt to take pages out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TakenOut {
-    /// So many pages are on the shelf.
+    /// Number of pages that were moved out of the program's memory.
     Pages(u32),
-    /// A fork must be followed first.
+    /// No page was taken out: the handler must follow a fork first.
     Forking,
-    /// All pages are busy, locked in memory, or pinned by devices, or another thread excludes the
-    /// taking out.
+    /// No page was taken out. All pages are BUSY, locked in memory or pinned by devices, no
+    /// position is empty, or another thread has locked the protections.
     None,
 }
 
 impl<M: Memory> Pages<M> {
-    /// Does what is due, without waiting: ends complete transfers, reclaims clean positions, takes
-    /// out at most `pages` pages, and starts to write dirty positions back. Returns true if there
-    /// may be more to do.
+    /// Does the due work without waiting. It ends complete transfers, reclaims clean positions,
+    /// takes out at most `pages` pages, and starts to write dirty positions back. Returns true if
+    /// more work may be due.
     pub fn work(&self, hand: &mut Hand, pages: u32) -> bool {
         self.reap(hand);
         let late;
@@ -138,8 +139,8 @@ impl<M: Memory> Pages<M> {
         more
     }
 
-    /// Reclaims clean positions until the stock of blank ones is full, but keeps the newest clean
-    /// ones.
+    /// Reclaims clean positions until the stock of blank ones is full, but keeps the newest
+    /// `Sizes::keep` clean ones.
     fn reclaim_surplus(&self, state: &mut State) {
         let ready = state.room() + state.shelf.blank();
         let wanted = self.sizes.stock.saturating_sub(ready);
@@ -147,7 +148,7 @@ impl<M: Memory> Pages<M> {
         self.reclaim(state, wanted.min(surplus));
     }
 
-    /// Turns the oldest clean positions into blank ones; their pages are remote then. Returns their
+    /// Turns the oldest clean positions into blank ones. Their pages become remote. Returns their
     /// number, at most `wanted`.
     pub(super) fn reclaim(&self, state: &mut State, wanted: u32) -> u32 {
         let mut done = 0;
@@ -159,7 +160,7 @@ impl<M: Memory> Pages<M> {
             let Record { page, slot, window, .. } = *state.shelf.record(position);
             let is_here = |entry: Entry| entry.position() == Some(position.0);
             if self.table.try_lock(page, is_here).is_none() {
-                // Another thread changes the page's state just now.
+                // Another thread has set the page BUSY.
                 state.shelf.renew_clean(position);
                 continue;
             }
@@ -169,8 +170,8 @@ impl<M: Memory> Pages<M> {
                 state.streams.reclaimed(window, 1);
             }
             if self.table.unlock(page, Entry::remote(slot.0)) {
-                // The waiting thread faults again at the next event of this page: it waits for a
-                // wake, which the caller cannot make under the lock.
+                // A thread waits for this page. The caller wakes the thread after it has released
+                // the lock.
                 state.late_wakes.push(page);
             }
             done += 1;
@@ -187,9 +188,9 @@ impl<M: Memory> Pages<M> {
         self.discard_blank(excess);
     }
 
-    /// Makes sure that this thread's hand has a blank position. May wait for a WRITE, if all
-    /// positions with memory are dirty or in flight. Returns false if the fault must be tried again
-    /// later: a fork waits.
+    /// Makes sure that this thread's hand has a blank position. Waits for a WRITE if all positions
+    /// with memory are dirty or in flight. Returns false if a fork waits; the program's thread must
+    /// fault again then.
     pub(super) fn make_blank(&self, hand: &mut Hand, over_limit: bool) -> bool {
         let mut rounds = 0;
         while hand.blank.is_none() {
@@ -226,14 +227,15 @@ impl<M: Memory> Pages<M> {
         true
     }
 
-    /// Gives memory to empty positions, as far as there is room, and takes one of them.
+    /// Gives memory to empty positions within the room below the limit, and gives one of them to
+    /// the hand. Returns false if there is no room or no empty position.
     fn grow(&self, hand: &mut Hand, over_limit: bool) -> bool {
         let taken = {
             let mut state = self.state();
             let room = state.room().max(u32::from(over_limit)).min(GROWTH_PAGES);
             let taken = state.shelf.take_empty(room);
             if let Some((first, count)) = taken {
-                // Counts as present from now on.
+                // The positions count as present from now on.
                 let filled = Use::Reserved { filled: true };
                 (0..count).for_each(|at| state.shelf.set(first.plus(at), filled));
             }
@@ -311,7 +313,7 @@ impl<M: Memory> Pages<M> {
         }
     }
 
-    /// Locks victims, in runs of consecutive pages with consecutive empty positions.
+    /// Sets victims BUSY, oldest first, and reserves empty positions for them.
     fn choose(&self, hand: &mut Hand, max: u32) {
         hand.run.clear();
         let mut guard = self.state();
@@ -337,7 +339,8 @@ impl<M: Memory> Pages<M> {
         self.place(hand, state);
     }
 
-    /// Reserves empty positions for the BUSY pages of `hand.run`, in runs.
+    /// Reserves empty positions for the BUSY pages of `hand.run`: consecutive positions for
+    /// consecutive pages.
     fn place(&self, hand: &mut Hand, state: &mut State) {
         hand.taken.clear();
         hand.run.sort_unstable_by_key(|(page, _)| page.0);
@@ -386,14 +389,15 @@ impl<M: Memory> Pages<M> {
                     self.fork_waits.store(true, Ordering::Release);
                     return Some(Stop::Forking);
                 }
-                // This page stays; the run goes on behind it.
+                // This page stays resident. The pages behind it are taken out by the next call.
                 Some(Stop::Pinned | Stop::Changed) => at += 1,
             }
         }
         None
     }
 
-    /// Returns the content of a page. A word that no slot index can hold counts as other content.
+    /// Returns the content of a page. A repeated word that no slot index can hold counts as
+    /// [`Content::Other`].
     ///
     /// # Safety
     /// `bytes` points to a page that no other thread writes.
@@ -408,8 +412,8 @@ impl<M: Memory> Pages<M> {
         }
     }
 
-    /// Gives the pages of `hand.taken` their new states. Returns the number of pages that are on the
-    /// shelf now.
+    /// Gives the pages of `hand.taken` their new states. Returns the number of pages that have left
+    /// the program's memory.
     fn settle_taken(&self, hand: &mut Hand) -> u32 {
         let mut done = 0;
         hand.woken.clear();
@@ -441,7 +445,8 @@ impl<M: Memory> Pages<M> {
         done
     }
 
-    /// Files a page that was taken out, by its content. Returns the page's new entry.
+    /// Sets the use of a position by the content of the page that was moved there. Returns the
+    /// page's new entry.
     fn shelve(
         &self,
         state: &mut State,
@@ -484,7 +489,7 @@ impl<M: Memory> Pages<M> {
         }
     }
 
-    /// Returns true if [`Pages::work`] has something to do.
+    /// Returns true if work is due for [`Pages::work`].
     pub fn has_work(&self) -> bool {
         let state = self.state();
         let ready = state.room() + state.shelf.blank();

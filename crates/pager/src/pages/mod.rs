@@ -36,14 +36,15 @@
 //! | any | mremap | the same state at the other page | program's thread |
 //!
 //! # Locks
-//! In the order in which they may be taken: `protection` ([`Pages::lock_protection`]), a page's
-//! BUSY bit, [`Pages::state`], [`Pages::slots`]. A thread that holds one of the last two makes no
-//! system call and waits for nothing. No thread holds a BUSY bit while it waits for a transfer.
+//! Threads take the locks in this order: `protection` ([`Pages::lock_protection`]), a page's BUSY
+//! bit, [`Pages::state`], [`Pages::slots`]. A thread that holds the lock of the state or of the
+//! slots makes no system call and does not wait. No thread holds a BUSY bit while it waits for a
+//! transfer.
 //!
 //! # Bound
 //! A page is *present* if it is resident or if a position has memory. `take_out` and `put_in` keep
-//! the number of present pages. Only zeros for new pages and new positions raise the number, and
-//! they are taken from the room below the limit, under `state`.
+//! the number of present pages. Only zeros for new pages and memory for new positions raise the
+//! number. Both are taken from the room below the limit, under the lock of the state.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, TryLockError};
@@ -73,7 +74,7 @@ pub use flow::Hand;
 pub use sizes::Sizes;
 pub use sync::Request;
 
-/// Everything that [`Pages::state`] guards.
+/// The data that the lock of [`Pages::state`] guards.
 pub struct State {
     /// Positions and their pages.
     pub shelf: Shelf,
@@ -83,11 +84,12 @@ pub struct State {
     pub flights: Flights,
     /// Prefetcher.
     pub streams: Streams,
-    /// Pages that are mapped in the program's memory, or about to be.
+    /// Number of pages that are mapped in the program's memory or are being mapped.
     pub resident: u32,
-    /// Greatest number of present pages.
+    /// Maximum number of present pages.
     pub limit: u32,
-    /// Pages whose threads are woken once the lock is released.
+    /// Pages whose waiting threads are woken after the lock is released. Otherwise the holder of
+    /// the lock would make a system call for each wake-up.
     pub late_wakes: Vec<PageId>,
 }
 
@@ -97,7 +99,7 @@ impl State {
         self.resident + self.shelf.filled()
     }
 
-    /// Returns the number of pages that may become present.
+    /// Returns the number of pages that may still become present below the limit.
     pub fn room(&self) -> u32 {
         self.limit.saturating_sub(self.present())
     }
@@ -117,17 +119,20 @@ pub struct Pages<M: Memory> {
     pub sizes: Sizes,
     fingerprints: Fingerprints,
     state: Mutex<State>,
-    /// Slots in the backing memory. Not a part of `state`, because the page server of forked children
-    /// takes this lock even if the program was killed while one of its threads held `state`.
+    /// Slots in the backing memory. They are not a part of `state`, because the page server of
+    /// forked children locks them even if the program was killed while a thread of it held the lock
+    /// of the state.
     slots: Mutex<Slots>,
-    /// Chunks without a used slot, which a thread of the pager frees.
+    /// Chunks without a used slot, until a thread of the pager frees them.
     emptied: Mutex<Vec<ChunkLocation>>,
-    /// Pages are taken out only by the holder of this lock, so another holder excludes it.
+    /// A thread holds this lock while it takes pages out. Other threads hold the lock to keep all
+    /// pages where they are.
     protection: Mutex<()>,
-    /// True while a fork waits for the handler to read its event, or while a fork is prepared.
-    /// Until then the kernel refuses to change pages.
+    /// True while a fork is prepared, and until the handler has read the fork's event and has taken
+    /// the snapshot. Between the fork and the read of its event the kernel refuses to change pages.
     pub fork_waits: AtomicBool,
-    /// Futex: incremented when a position may have become blank, or a fork waits.
+    /// Incremented when a position may have become blank. A thread that waits for a change uses
+    /// this word as a futex with a timeout, because no thread wakes the futex.
     pub room_changes: AtomicU32,
 }
 
@@ -170,7 +175,7 @@ impl<M: Memory> Pages<M> {
         }
     }
 
-    /// Locks the state. Short: no system call is made under this lock.
+    /// Locks the state. The holder makes no system call, so that other threads wait only briefly.
     pub fn state(&self) -> MutexGuard<'_, State> {
         point();
         self.state.lock().expect("no thread panics while it holds this lock")
@@ -195,7 +200,7 @@ impl<M: Memory> Pages<M> {
         }
     }
 
-    /// Returns true if [`Pages::free_emptied`] has something to do.
+    /// Returns true if [`Pages::free_emptied`] has a chunk to free.
     pub fn has_emptied(&self) -> bool {
         !self.emptied().is_empty()
     }
@@ -220,7 +225,7 @@ impl<M: Memory> Pages<M> {
         }
     }
 
-    /// Locks the protections of the program's pages: no page is taken out meanwhile.
+    /// Locks the protections of the program's pages. No page is taken out while the lock is held.
     pub fn lock_protection(&self) -> MutexGuard<'_, ()> {
         self.protection.lock().expect("no thread panics while it holds this lock")
     }
@@ -240,14 +245,14 @@ impl<M: Memory> Pages<M> {
         self.state().present()
     }
 
-    /// Stores a page's entry, clears BUSY, and wakes the page's waiters.
+    /// Stores a page's entry, clears BUSY, and wakes the threads that wait for the page.
     pub(crate) fn settle(&self, page: PageId, entry: Entry) {
         if self.table.unlock(page, entry) {
             self.memory.wake(page, 1);
         }
     }
 
-    /// Moves pages between slots and frames, at most 64, and waits for them.
+    /// Moves at most 64 pages between slots and frames, and waits until the transfers are complete.
     pub(crate) fn transfer_now(&self, direction: Direction, pairs: &[(SlotId, FrameId)]) {
         let pairs: Vec<_> = {
             let slots = self.slots();
@@ -286,7 +291,7 @@ impl<M: Memory> Pages<M> {
         self.stats.raise(Counter::ResidentPagesPeak, u64::from(present));
     }
 
-    /// Tells threads that wait for a blank position to look again.
+    /// Counts a change after which a position may be blank, in `room_changes`.
     pub(crate) fn note_room(&self) {
         self.room_changes.fetch_add(1, Ordering::AcqRel);
     }

@@ -15,7 +15,7 @@ const WRITES: u32 = 2;
 /// Sizes of the pager's parts, in pages unless stated otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sizes {
-    /// Greatest number of present pages: resident ones and positions with memory.
+    /// Maximum number of present pages: resident ones and positions with memory.
     pub limit: u32,
     /// Pages of the longest prefetch window and of a write-back batch; 8 to 64.
     pub window: u32,
@@ -76,16 +76,16 @@ impl Sizes {
         self.first_demand_frame() + DEMAND_FRAMES
     }
 
-    /// Returns these sizes for a transport with `frames` frames. `None` if these are too few, or take
-    /// more than half of the bound.
+    /// Returns these sizes for a transport with `frames` frames. `None` if these are too few, or
+    /// take more than half of the bound.
     pub fn with_frames(self, frames: u32) -> Option<Self> {
         let needed = self.frames();
         let local = self.limit + needed;
         (needed <= frames && frames <= local / 2).then(|| Self { limit: local - frames, ..self })
     }
 
-    /// Returns these sizes with `pages` pages less present, which the memory operations need for a
-    /// moment.
+    /// Returns these sizes with a limit that is lower by `pages`. Memory operations may hold that
+    /// many pages for a moment in addition to the present ones.
     pub fn with_slack(self, pages: u32) -> Self {
         Self { limit: self.limit - pages, ..self }
     }

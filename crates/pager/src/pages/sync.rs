@@ -1,8 +1,7 @@
 //! The synchronous path: from a fault to a mapped page.
 //!
-//! One page is mapped and its thread woken before anything else is done. Only a fault that finds
-//! neither a blank nor a clean position, and no page that could be taken out clean, waits for a
-//! WRITE.
+//! The handler maps the page and wakes the thread before it does any other work. A fault waits for
+//! a WRITE only if no position is blank, none is clean, and no page can be taken out clean.
 
 use crate::backing;
 use crate::memory::{Memory, Position, Stop};
@@ -29,20 +28,21 @@ pub struct Request {
     pub thread: u32,
     /// True if the access was a write.
     pub write: bool,
-    /// The pages of the region around `page`: nothing outside of them is prefetched.
+    /// The pages of the region around `page`: no page outside of them is prefetched.
     pub bounds: std::ops::Range<u32>,
     /// The program's advice for the range.
     pub advice: Advice,
-    /// True if the page must be served beyond the bound: the thread is forking, and no page can be
-    /// taken out until the fork is over.
+    /// True if the page must be served beyond the bound. The thread is forking then, and no page
+    /// can be taken out until the fork is over.
     pub over_limit: bool,
 }
 
 /// Result of one attempt to serve a fault.
 enum Attempt {
-    /// So many pages are mapped, or the thread will be woken by another thread.
+    /// The fault is served: the number of pages that are mapped now. 0 if the page was mapped
+    /// already, or if another thread will wake the faulting thread.
     Served(u32),
-    /// The state has changed meanwhile: try again.
+    /// The page's state has changed meanwhile, and the handler tries again.
     Again,
     /// The kernel changes no page now, or the thread's mapping has changed: the thread must fault
     /// again.
@@ -103,8 +103,9 @@ impl<M: Memory> Pages<M> {
         }
     }
 
-    /// Serves a fault on a page that the table has as resident. Either another fault has mapped it
-    /// meanwhile, or the program dropped it by a raw system call, and its content is zeros now.
+    /// Serves a fault on a page that the table has as resident. Either another fault has mapped the
+    /// page meanwhile, or the program dropped it by a raw system call, and its content is zeros
+    /// now.
     fn spurious(&self, request: &Request, entry: Entry) -> Attempt {
         let _ = self.memory.put_zeros(request.page, 1, request.write);
         self.settle(request.page, entry);
@@ -399,7 +400,7 @@ impl<M: Memory> Pages<M> {
         }
     }
 
-    /// Tells the prefetcher that the windows of a plan are not read.
+    /// Reports to the prefetcher that the windows of a plan are not read.
     fn cancel(&self, plan: &Plan) {
         let mut state = self.state();
         for window in plan.issue.iter().flatten() {

@@ -1,9 +1,9 @@
 //! All orders of a small world, up to a number of preemptions.
 //!
 //! A run is repeated from its start, each time with another order. A thread goes on until it waits,
-//! except at the *preemptions*, where another one runs. Most errors of concurrent programs need one
-//! or two preemptions. When a thread waits, which one runs next is a choice too, but not a
-//! preemption.
+//! except at the *preemptions*, where another thread runs. Most errors of concurrent programs need
+//! one or two preemptions. When a thread waits, the next thread is a choice too, but this choice is
+//! not a preemption.
 
 use super::fiber::{self, Choice, Schedule};
 use super::program::{Order, Program};
@@ -11,7 +11,7 @@ use super::world::{self, Setup};
 use crate::memory::model::Odds;
 use crate::pages::Sizes;
 
-/// A decision of an order: which of the threads that could run.
+/// A decision of an order: one thread among those that could run.
 #[derive(Clone, Copy, Debug)]
 struct Decision {
     taken: u32,
@@ -64,7 +64,8 @@ impl Followed {
     }
 }
 
-/// Advances the last decision that can be, and drops those behind it. Returns false at the end.
+/// Advances the last decision that has a further choice, and drops the decisions behind it. Returns
+/// false if no decision has a further choice.
 fn advance(decisions: &mut Vec<Decision>, preemptions: usize) -> bool {
     while let Some(mut last) = decisions.pop() {
         let is_preemption = |d: &Decision| d.continues && d.taken > 0;
@@ -79,8 +80,8 @@ fn advance(decisions: &mut Vec<Decision>, preemptions: usize) -> bool {
     false
 }
 
-/// Runs a world in all orders with so many preemptions among the first `depth` decisions, at most
-/// `max` of them. Returns the number of orders.
+/// Runs a world in all orders with at most `preemptions` preemptions among the first `depth`
+/// decisions. Stops after `max` orders. Returns the number of orders.
 fn explore(setup: &Setup, preemptions: usize, depth: usize, max: u32) -> u32 {
     let mut decisions = Vec::new();
     for run in 1..=max {

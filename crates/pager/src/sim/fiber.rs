@@ -14,7 +14,7 @@ use corosensei::{Coroutine, CoroutineResult, Yielder};
 enum Suspension {
     /// The fiber can go on at any time.
     Point,
-    /// The fiber waits for progress of another one, without knowing of which.
+    /// The fiber waits for progress of other fibers, without a condition.
     Pause,
     /// The fiber waits for a condition, which lies on its stack.
     Until(&'static str, *const dyn Fn() -> bool),
@@ -35,7 +35,7 @@ thread_local! {
     static LOCKED: RefCell<Option<Box<dyn Fn() -> bool>>> = const { RefCell::new(None) };
     /// Stacks of ended fibers.
     static STACKS: RefCell<Vec<DefaultStack>> = const { RefCell::new(Vec::new()) };
-    /// What happened, if it is recorded.
+    /// Lines of the trace, if a trace is recorded.
     static TRACE: RefCell<Option<Vec<String>>> = const { RefCell::new(None) };
 }
 
@@ -54,7 +54,7 @@ pub(crate) fn step() -> Option<u32> {
     current().map(|_| STEP.get())
 }
 
-/// Lets another fiber run, if the schedule says so. Without effect outside of fibers, and while the
+/// Lets the schedule choose another fiber to run. Has no effect outside of fibers, or while the
 /// fiber holds a lock of the pager's logic.
 pub(crate) fn point() {
     if RUNNING.get().is_some() && !LOCKED.with_borrow(|locked| locked.as_ref().is_some_and(|l| l()))
@@ -63,12 +63,13 @@ pub(crate) fn point() {
     }
 }
 
-/// Lets other fibers run, because this one cannot go on without them.
+/// Lets other fibers run, because the calling fiber cannot go on without them.
 pub(crate) fn pause() {
     suspend(Suspension::Pause);
 }
 
-/// Suspends the fiber until a condition holds. `what` names it in the report of a deadlock.
+/// Suspends the fiber until a condition holds. `what` names the condition in the report of a
+/// deadlock.
 pub(crate) fn wait_until(what: &'static str, condition: impl Fn() -> bool) {
     let condition: &dyn Fn() -> bool = &condition;
     // SAFETY: only the lifetime changes. The scheduler calls the condition only while this fiber is
@@ -93,7 +94,7 @@ pub(crate) fn spawn(name: impl Into<String>, program: impl FnOnce() + 'static) {
     SPAWNED.with_borrow_mut(|spawned| spawned.push((name.into(), Box::new(program))));
 }
 
-/// Records a line, if lines are recorded.
+/// Records a line, if a trace is recorded.
 pub(crate) fn trace(line: impl FnOnce() -> String) {
     TRACE.with_borrow_mut(|trace| {
         if let Some(lines) = trace {
@@ -106,7 +107,7 @@ pub(crate) fn trace(line: impl FnOnce() -> String) {
     });
 }
 
-/// Records lines from now on, or not.
+/// Starts a new trace, or ends the recording.
 pub(crate) fn set_trace(is_on: bool) {
     TRACE.set(is_on.then(Vec::new));
 }

@@ -1,4 +1,4 @@
-//! Kinds of worlds: what the program does, and how much memory there is.
+//! Kinds of worlds: the operations of the program, and the amount of memory.
 
 use super::program::{Order, Program};
 use super::random::Random;
@@ -19,7 +19,7 @@ pub(crate) enum Kind {
     Strides,
     /// Threads use the same few pages.
     SamePages,
-    /// Threads drop pages, also behind the pager's back.
+    /// Threads drop pages, also by raw system calls that the pager does not see.
     Drops,
     /// The pool is full.
     FullPool,
@@ -37,7 +37,7 @@ pub(crate) enum Kind {
     SmallShelf,
     /// The process is a promoted child.
     Inherits,
-    /// All together.
+    /// All events together.
     All,
 }
 
@@ -149,8 +149,8 @@ pub(crate) fn setup(kind: Kind, seed: u64) -> Setup {
             program.drops = rare();
             program.raw_drops = rare();
             program.moves = rare();
-            // The child of a fork sees the old content of a page that was dropped behind the
-            // pager's back.
+            // The child of a fork sees the old content of a page that was dropped by a raw system
+            // call.
             program.forks = if program.raw_drops == 0 { rare() } else { 0 };
             setup.resizes = random.below(6);
             setup.pins = random.below(10);

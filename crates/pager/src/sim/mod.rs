@@ -19,7 +19,7 @@
 //! - [`crate::memory::model`]: the kernel. It asserts the contract of [`crate::memory::Memory`].
 //! - [`transport`]: chunks. It asserts that no slot is overwritten or freed while a transfer of it
 //!   is in flight.
-//! - [`oracle`]: what each page must contain.
+//! - [`oracle`]: the expected content of each page.
 //! - [`world`]: a process, and the checks after each step and at the end.
 //! - [`kinds`]: programs and sizes. [`explore`]: all orders of a small world.
 //!
@@ -46,7 +46,7 @@ use world::Summary;
 struct RandomOrder {
     random: Random,
     weights: Vec<u32>,
-    /// Steps of a fiber without another one, on average.
+    /// Average number of steps of a fiber before another fiber runs.
     stay: u32,
 }
 

@@ -1,4 +1,5 @@
-//! What the program's memory must contain: for each page, what the program has last written.
+//! The expected content of the program's memory: for each page, the newest content that the program
+//! or a device wrote.
 //!
 //! While one thread drops a page, other threads may use it. Then several contents are possible: the
 //! drop takes effect at one moment between its start and its end.
@@ -9,7 +10,7 @@ use crate::memory::model::Bytes;
 #[derive(Clone)]
 struct Version {
     content: Box<Bytes>,
-    /// The drop in progress has taken effect before.
+    /// The drop in progress has taken effect already.
     is_dropped: bool,
 }
 
@@ -49,7 +50,7 @@ impl Oracle {
         self.pages[page as usize].versions = vec![Version { content, is_dropped: false }];
     }
 
-    /// Checks what a thread sees in a page.
+    /// Checks the content that a thread sees in a page.
     pub(crate) fn sees(&mut self, page: u32, seen: &Bytes) {
         let expected = &mut self.pages[page as usize];
         if !expected.versions.iter().any(|version| *version.content == *seen) {

@@ -1,4 +1,4 @@
-//! Threads of the simulated program: what they do with memory.
+//! Threads of the simulated program, and their operations on memory.
 
 use std::rc::Rc;
 
@@ -12,21 +12,22 @@ use crate::pages::Hand;
 /// Order in which a thread uses pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Order {
-    /// One after another, by a distance that may be negative.
+    /// Pages at a constant distance, which may be negative.
     Stride(i32),
-    /// Any page.
+    /// Random pages.
     Random,
-    /// Pages among the first so many, and now and then another one.
+    /// Random pages below this number, and sometimes any page.
     Working(u32),
 }
 
-/// What one thread does.
+/// Operations of one thread.
 #[derive(Clone, Debug)]
 pub(crate) struct Program {
     pub order: Order,
     /// Number of operations.
     pub operations: u32,
-    /// One of so many operations is a write, a drop, and so on; 0 for never.
+    /// Accesses for each write, on average; 0 for no writes. The next fields count operations for
+    /// each drop, raw drop, move and fork alike.
     pub writes: u32,
     pub drops: u32,
     pub raw_drops: u32,
@@ -48,7 +49,7 @@ impl Default for Program {
     }
 }
 
-/// Pages of a drop or a move, at most.
+/// Maximum number of pages of a drop or a move.
 const RANGE_PAGES: u32 = 6;
 
 /// Runs a thread of the program.
@@ -112,7 +113,7 @@ fn edit(world: &World, content: &mut Bytes, kind: u32, at: usize) {
     world.stamp.set(stamp);
     match kind {
         0 => content.0.fill(0),
-        // A word that an entry of the page table holds, and one that it does not.
+        // A word that fits into an entry of the page table, and a word that does not fit.
         1 => content.0.fill(stamp << 24),
         2 => content.0.fill(stamp | 1 << 63),
         // The same content again.

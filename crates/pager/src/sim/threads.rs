@@ -15,9 +15,10 @@ use crate::stream::Advice;
 use crate::sys::PAGE_BYTES;
 use crate::transport::{Direction, FrameId};
 
-/// Pages that the worker takes out at once.
+/// Maximum number of pages that the worker takes out at once.
 const BATCH_PAGES: u32 = 64;
-/// Pages that the handler takes out after a fault beyond those that came in.
+/// Number of pages that the handler takes out after a fault in addition to the number that the
+/// fault mapped.
 const CATCH_UP_PAGES: u32 = 2;
 
 /// A process's memory at its fork.
@@ -114,8 +115,7 @@ pub(crate) fn worker(world: &Rc<World>) {
     world.servers.set(world.servers.get() - 1);
 }
 
-/// The worker's part of a fork: every page on the shelf is equal to its slot, and all slots are
-/// frozen.
+/// The worker's part of a fork: writes all pages of the shelf back, and freezes all slots.
 fn help_fork(world: &World, hand: &mut Hand) {
     if !world.forking.is_asked.get() {
         return;
@@ -253,7 +253,7 @@ pub(crate) fn heir(world: &World) {
     world.running.set(world.running.get() - 1);
 }
 
-/// Forks: the calling thread is one of the program, and holds `space`.
+/// Forks. The calling thread belongs to the program and holds `space`.
 pub(crate) fn fork(world: &World, thread: u32, mut touch: impl FnMut()) {
     let forking = &world.forking;
     forking.thread.set(Some(thread));

@@ -1,8 +1,8 @@
 //! A simulated transport: chunks whose transfers take time and overtake each other.
 //!
 //! Each transfer is done page by page, in an order that the schedule and a seed decide, by a fiber
-//! that plays the NIC. Its slots and frames are in use until the pager knows of the end of the
-//! transfer.
+//! that plays the NIC. The slots and frames of a transfer are in use until the pager has polled or
+//! waited for its end.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -33,7 +33,7 @@ struct Posted {
     id: u64,
     direction: Direction,
     moves: Vec<PageMove>,
-    /// What a WRITE's frames contained when it was posted.
+    /// Content of a WRITE's frames at the time of the post.
     written: Vec<Box<Bytes>>,
 }
 
@@ -165,7 +165,7 @@ impl ModelTransport {
         self.pool().chunks.len()
     }
 
-    /// Returns the number of transfers whose end is not known to the pager.
+    /// Returns the number of transfers for whose end the pager has not polled or waited.
     pub(crate) fn in_flight(&self) -> usize {
         self.pool().posted.len()
     }
@@ -190,7 +190,7 @@ impl ModelTransport {
 impl Drop for Pool {
     fn drop(&mut self) {
         let bytes = self.frames.frames as usize * PAGE_BYTES;
-        // SAFETY: the pool owns the frames, and nobody uses them any more.
+        // SAFETY: the pool owns the frames, and no transfer uses them any more.
         let _ = unsafe { sys::unmap_anonymous(self.frames.base as usize, bytes) };
     }
 }

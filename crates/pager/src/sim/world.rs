@@ -1,5 +1,5 @@
-//! One simulated process: the pager's logic over a model of the kernel and of the transport, the
-//! threads that use it, and the checks of its state.
+//! One simulated process: the pager's logic, the threads that use it, and the checks of its state.
+//! The logic runs over models of the kernel and of the transport.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -22,7 +22,7 @@ use crate::slots::{ChunkLocation, Place, SlotId, Source};
 use crate::stats::Stats;
 use crate::stream::Counters;
 
-/// What a world consists of.
+/// Parameters of a world.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
     /// Pages of the program.
@@ -56,7 +56,7 @@ pub(crate) struct Forking {
     pub is_asked: Cell<bool>,
     pub epoch: Cell<u32>,
     pub children_added: Cell<u32>,
-    /// What the child must see: mapped pages, and the possible contents of all pages.
+    /// Memory that the child must see: mapped pages, and the possible contents of all pages.
     pub snapshot: RefCell<Option<threads::Copied>>,
 }
 
@@ -84,16 +84,16 @@ pub(crate) struct World {
     pub child_frames: Cell<bool>,
     /// Handlers and workers that have not ended.
     pub servers: Cell<u32>,
-    /// All is done: the NIC ends.
+    /// All other threads have ended, so the NIC's thread ends too.
     pub is_over: Cell<bool>,
     pub forking: Forking,
-    /// Greatest permitted number of present pages.
+    /// Maximum permitted number of present pages.
     pub allowed: Cell<u32>,
     /// Faults of a forking thread that are being served.
     pub over_limit: Cell<u32>,
     /// The handlers' blank positions, once they have ended.
     pub blanks: Cell<u32>,
-    /// A page was dropped behind the pager's back.
+    /// A page was dropped by a raw system call, which the pager does not see.
     pub raw_drops: Cell<bool>,
 }
 
@@ -175,8 +175,8 @@ impl World {
         self.running.get() == 0 && self.children.get() == 0
     }
 
-    /// Checks what holds at each moment at which no thread holds the lock of the state: the bound,
-    /// and that the pager counts all memory.
+    /// Checks the bound, and that the pager counts all memory. Both hold whenever no thread holds
+    /// the lock of the state.
     fn check_step(&self) {
         let (present, limit) = {
             let state = self.pages.state();
@@ -243,7 +243,7 @@ impl World {
         }
     }
 
-    /// Returns what a slot contains.
+    /// Returns the content of a slot.
     fn slot_content(&self, slot: SlotId) -> Box<Bytes> {
         match self.pages.slots().source(slot) {
             Source::Word(word) => {
@@ -274,7 +274,7 @@ impl World {
             self.pages.wait_flights(&mut hand);
         }
         assert!(self.pages.state().late_wakes.is_empty(), "all threads were woken");
-        // With an overflow file, the content is not at hand.
+        // The model cannot read the content of an overflow file.
         if self.pages.slots().held().1 == 0 {
             self.check_quiet();
         } else {
@@ -316,7 +316,7 @@ fn inherited(page: u32) -> Bytes {
     content
 }
 
-/// What a run has done, for the tests of the simulation itself.
+/// Numbers of a run's steps and events, for the tests of the simulation itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Summary {
     pub steps: u64,
@@ -341,7 +341,7 @@ impl Summary {
 /// Runs a world until its program has ended.
 ///
 /// # Errors
-/// What is wrong.
+/// A message, as for [`fiber::run`].
 pub(crate) fn run(
     setup: &Setup,
     seed: u64,
@@ -393,7 +393,7 @@ pub(crate) fn run(
     let steps = match steps {
         Ok(steps) => steps,
         Err(error) => {
-            // Fibers of the run still refer to it.
+            // Fibers of the run still refer to the world.
             std::mem::forget(world);
             return Err(error);
         }

@@ -7,7 +7,7 @@ use super::window::{Owner, Span, Window, WindowId};
 pub(super) const ZONE: u32 = 256;
 /// Contexts of a thread.
 const CONTEXTS: usize = 16;
-/// Confidence from which other faults do not displace a context, of 0 to 3.
+/// Confidence, of 0 to 3, from which other faults do not displace a context.
 pub(super) const CONFIDENT: u8 = 2;
 pub(super) const CONFIDENCE_MAX: u8 = 3;
 /// Maximum number of windows that a stream has planned and not reached.
@@ -67,10 +67,10 @@ pub(super) struct Context {
     pub frontier: i64,
     /// Pages of the next window.
     pub size: u32,
-    /// Windows to have ahead: 1, 2 or 4.
+    /// Number of windows to plan ahead of the stream: 1, 2 or 4.
     pub ahead: usize,
-    /// Windows reached in succession that were there in time, and the number from which fewer
-    /// windows ahead are tried.
+    /// Windows in succession that arrived before the stream reached them. After `patience` of these
+    /// the stream has fewer windows ahead.
     pub timely: u32,
     pub patience: u32,
     pub in_flight: u32,
@@ -110,8 +110,8 @@ impl Context {
         self.run.step != 0
     }
 
-    /// True if the stream predicted `page`: in its run, in its windows, or at most the size of a
-    /// window behind them. Pages between may be resident, so they do not fault.
+    /// True if the stream predicted `page`. The page is in the run, in a window, or at most the
+    /// size of a window behind the last one. Pages between may be resident, so they do not fault.
     pub(super) fn is_on_stream(&self, page: u32) -> bool {
         if !self.is_stream() {
             return false;
@@ -232,11 +232,14 @@ impl Contexts {
         self.contexts[at].hit = thread.faults;
     }
 
-    /// Finds the context of a fault. The first that exists of: the owner of the window in which the
-    /// page was found, if the page is exactly the next one; the context of the same thread that the
-    /// page continues; such a context of another thread, because a stream may move between threads;
-    /// the owner, if the page is anywhere on its stream; the nearest context of the same thread
-    /// within a zone.
+    /// Finds the context of a fault: the first context of this list that exists.
+    ///
+    /// 1. The owner of the window in which the page was found, if the page is exactly the next one
+    ///    of the owner's stream.
+    /// 2. The context of the same thread that the page continues.
+    /// 3. Such a context of another thread, because a stream may move between threads.
+    /// 4. The owner, if the page is anywhere on the owner's stream.
+    /// 5. The nearest context of the same thread within a zone.
     pub(super) fn find(&self, thread: u32, page: u32, owner: Option<Owner>) -> Option<usize> {
         let owner = owner.map(|owner| (owner, &self.contexts[owner.context]));
         let owner = owner
@@ -261,14 +264,15 @@ impl Contexts {
         self.threads.iter().position(|thread| thread.id == id && thread.hit > 0)
     }
 
-    /// The context of a thread that `page` continues: a neighbour of the end, in the direction of
-    /// the stream if there is one.
+    /// Returns the context of a thread that `page` continues. The page is a neighbour of the
+    /// context's end, in the direction of the stream if there is a stream.
     fn continued(&self, slot: usize, page: u32) -> Option<usize> {
         let base = slot * CONTEXTS;
         let ends: &[u32; CONTEXTS] = self.ends[base..][..CONTEXTS].try_into().ok()?;
         let (below, above) = (page.wrapping_sub(1), page.wrapping_add(1));
         let is_near = |end: u32| (end == below) | (end == page) | (end == above);
-        // Without an early end, so that the compiler compares all with few vector instructions.
+        // The search has no early end, so that the compiler compares all ends with few vector
+        // instructions.
         if ends.iter().fold(0, |any, end| any | u32::from(is_near(*end))) == 0 {
             return None;
         }
@@ -289,9 +293,9 @@ impl Contexts {
         is_live.then_some(at)
     }
 
-    /// Entries whose contexts a new context of `thread` at `page` displaces: all of the least
-    /// recently used thread for a thread without contexts, else one. None if all contexts of the
-    /// thread are confident and in use.
+    /// Returns the entries whose contexts a new context of `thread` displaces. For a thread without
+    /// contexts, these are all entries of the least recently used thread; otherwise one entry. None
+    /// if all contexts of the thread are confident and in use.
     pub(super) fn victims(&mut self, thread: u32) -> Option<std::ops::Range<usize>> {
         let Some(slot) = self.thread(thread) else {
             let slots = 0..self.threads.len();
@@ -301,11 +305,12 @@ impl Contexts {
         };
         let faults = self.threads[slot].faults;
         let own = slot * CONTEXTS..(slot + 1) * CONTEXTS;
-        // The least confident one, and of those the least recent one. An empty entry has neither
-        // confidence nor hits. Confident ones come last.
+        // The victim is the least confident context, and among equals the least recent one. An
+        // empty entry has neither confidence nor hits. Confident contexts come last.
         let rank =
             |context: &Context| u64::from(context.confidence.min(CONFIDENT)) << 48 | context.hit;
-        // Both in one number, and the index below them: the search has no branch to mispredict.
+        // Confidence, hits and index are in one number, so that the search has no branch to
+        // mispredict.
         let ranked = (0u64..).zip(&self.contexts[own.clone()]);
         let victim = ranked.map(|(n, context)| rank(context) << 8 | n).min()?;
         let at = own.start + (victim & 0xff) as usize;

@@ -44,16 +44,17 @@ const WINDOW_PAGES: u32 = 64;
 const FIRST_PAGES: u32 = 4;
 /// Length of the first window where the program has announced sequential access.
 const ADVISED_PAGES: u32 = 16;
-/// Growth of the next window when the stream reaches one.
+/// Factor by which the next window is longer when the stream reaches a window.
 const GROWTH: u32 = 4;
 /// Maximum length of a window of pages at a stride.
 const STRIDE_PAGES: u32 = 16;
-/// Faults of a context until it is no longer on probation, and how many more there are for each
-/// level of the thread's caution.
+/// Faults of a context until its probation ends, and the additional faults for each level of the
+/// thread's caution.
 const PROBATION_FAULTS: u64 = 3;
 const CAUTION_FAULTS: u64 = 2;
-/// Windows in succession that arrive in time before the stream has fewer windows ahead: half of the
-/// first limit, and the maximum.
+/// Windows in succession that must arrive in time before a stream has fewer windows ahead. These
+/// are the first value and the maximum of that number, which doubles each time that the stream gets
+/// more windows ahead.
 const TIMELY_WINDOWS: u32 = 8;
 const PATIENCE_WINDOWS: u32 = 256;
 /// Faults for which a context does not read ahead after two wasteful windows.
@@ -67,7 +68,8 @@ pub struct Settings {
     /// Reads ahead at strides other than 1 and -1. Useful only where a fault on a page that was
     /// read ahead costs less than a READ, because each page of a stride faults.
     pub strides: bool,
-    /// Number of threads with contexts. A further thread takes those of the least recent one.
+    /// Number of threads with contexts. A further thread takes the contexts of the thread whose
+    /// last fault is oldest.
     pub threads: u32,
 }
 
@@ -122,14 +124,14 @@ pub enum Found {
 /// The response to a fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// Pages to map: the faulting page, and its neighbours in the direction of the stream as far as
-    /// they are there without I/O. At least 1.
+    /// Pages to map: the faulting page, and its neighbours in the direction of the stream that need
+    /// no I/O. At least 1.
     pub map: u32,
     /// The neighbours to map are those below the page.
     pub backwards: bool,
     /// Windows to post. [`Streams::arrived`] is due for each of them.
     pub issue: [Option<Window>; AHEAD],
-    /// Pages that the stream has left. The program needs them last of all, so they are the best
+    /// Pages that the stream has left. The program needs these pages last, so they are the best
     /// victims.
     pub behind: Option<Range<u32>>,
 }
@@ -145,7 +147,7 @@ impl Plan {
 pub struct Counters {
     /// Pages that were read ahead.
     pub issued: u64,
-    /// Pages read ahead that the program needed: a fault found the page, or the page was mapped in
+    /// Pages read ahead that the program needed. A fault found the page, or the page was mapped in
     /// a run behind which the stream went on.
     pub used: u64,
     /// Faults that had to wait for a page in flight.
@@ -284,7 +286,7 @@ impl Streams {
         Some(at)
     }
 
-    /// Step of the stream that the faults of a context show.
+    /// Returns the step of the stream that the faults of a context show.
     fn step(&mut self, at: usize, advice: Advice) -> Option<i32> {
         let probation = PROBATION_FAULTS + CAUTION_FAULTS * u64::from(self.contexts.caution(at));
         let context = self.contexts.get(at);
@@ -405,7 +407,8 @@ impl Streams {
     }
 
     /// Counts the pages behind the faulting one as mapped. They are used when the stream leaves its
-    /// run. A fault on a page that was not there does not count, because its run may end at once.
+    /// run. A fault on a page that was not read ahead does not count, because its run may end at
+    /// once.
     fn count_mapped(&mut self, at: usize, fault: &Fault, map: u32) {
         let (Found::Ready(window) | Found::Late(window)) = fault.found else { return };
         if map == 1 {
@@ -414,14 +417,15 @@ impl Streams {
         if self.contexts.get(at).current == Some(window) {
             self.windows.mapped_to_end(window, fault.page);
         } else {
-            // Another context has planned the window, or this one before it planned the rest again.
-            // Because no later fault of this stream settles that window, its pages are used now.
+            // The window was planned by another context, or by this context before it planned the
+            // rest of its run again. Because no later fault of this stream settles that window, its
+            // pages are used now.
             self.windows.mapped_in_passing(window, map);
         }
     }
 
-    /// Plans the rest of a run again behind its first page, because that page was not read ahead:
-    /// the caller lacked room for the window, or for a part of it.
+    /// Plans the rest of a run again behind its first page, because that page was not read ahead.
+    /// The caller lacked room for the window, or for a part of the window.
     fn plan_again<'a>(
         &mut self,
         at: usize,
@@ -519,9 +523,10 @@ impl Streams {
     }
 }
 
-/// Has more windows ahead of a stream whose windows come late, and fewer after many timely ones:
-/// after more of them each time that fewer were too few. Windows that still grow do not count as
-/// late, because each of them is too short to hide a READ.
+/// Adjusts the number of windows ahead of a stream. A late window doubles the number, and many
+/// timely windows in succession halve it. Each doubling also doubles how many timely windows the
+/// next halving needs. A late window that is shorter than the maximum does not double the number,
+/// because a short window cannot hide a READ.
 fn set_ahead(context: &mut Context, is_late: bool, is_full: bool) {
     if is_late {
         context.timely = 0;
@@ -538,7 +543,7 @@ fn set_ahead(context: &mut Context, is_late: bool, is_full: bool) {
     }
 }
 
-/// Number of pages `first`, `first + step` and so on within the bounds.
+/// Returns the number of pages `first`, `first + step` and so on within the bounds.
 fn room(bounds: &Range<u32>, first: i64, step: i32) -> u32 {
     let (start, end) = (i64::from(bounds.start), i64::from(bounds.end));
     if first < start || first >= end || step == 0 {

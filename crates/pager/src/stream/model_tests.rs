@@ -28,7 +28,7 @@ enum Step {
     },
     /// Reclaims pages that were read ahead.
     Reclaim(u32),
-    /// Changes pages behind the prefetcher's back.
+    /// Changes pages without a call of the prefetcher.
     Place {
         start: u32,
         count: u32,

@@ -208,7 +208,7 @@ fn first_touch_maps_zeros_in_growing_runs() {
         (0..300).filter_map(|page| machine.access(1, page)).map(|plan| plan.map).collect();
     assert_eq!(runs, [1, 1, 4, 16, 64, 64, 64, 64, 64]);
     assert!(machine.windows.is_empty(), "there is nothing to read");
-    // Evicted pages are mapped in the same way, and what follows them is read ahead.
+    // Evicted pages are mapped in the same way, and the pages behind them are read ahead.
     machine.places.fill(Place::Evicted);
     let runs: Vec<u32> =
         (1000..1200).filter_map(|page| machine.access(1, page)).map(|plan| plan.map).collect();
@@ -244,7 +244,7 @@ fn stream_has_at_most_four_windows_in_flight() {
         machine.access(1, page);
         assert!(machine.flights.len() <= AHEAD);
     }
-    // None of them ever arrives, so the rest of the pages is read by faults.
+    // No window arrives, so the rest of the pages is read by faults.
     assert_eq!(machine.flights.len(), AHEAD);
     machine.check();
     machine.deliver(|_, _| true);

@@ -24,8 +24,8 @@ impl Deltas {
         self.length = (self.length + 1).min(DELTAS);
     }
 
-    /// Returns the delta that more than half of the newest 4, 8, 16 or 32 deltas have: of the
-    /// shortest such window. A single delta is no trend.
+    /// Returns the delta that more than half of the newest 4, 8, 16 or 32 deltas have. The shortest
+    /// window with such a delta counts. A single delta is no trend.
     pub(super) fn trend(&self) -> Option<i32> {
         if self.length < 2 {
             return None;

@@ -225,7 +225,7 @@ impl Windows {
         Some(window)
     }
 
-    /// True until [`arrived`](Self::arrived) for a window of which `arrived` is still due.
+    /// True for a window for which [`arrived`](Self::arrived) is still due.
     pub(super) fn is_in_flight(&mut self, id: WindowId) -> bool {
         self.record(id).is_some_and(|(record, _)| record.is_in_flight)
     }
@@ -272,8 +272,8 @@ impl Windows {
         }
     }
 
-    /// Counts the mapped pages of a window as used. Returns false if the window is wasteful all the
-    /// same.
+    /// Counts the mapped pages of a window as used. Returns false if the window was reported as
+    /// wasteful.
     pub(super) fn passed(&mut self, id: WindowId) -> bool {
         let Some((record, counters)) = self.record(id) else { return true };
         if record.fate == Fate::Open {
@@ -283,7 +283,7 @@ impl Windows {
         !record.is_reported
     }
 
-    /// Records that the stream of a window that it has reached has ended.
+    /// Records that a stream has ended within this window.
     pub(super) fn dropped(&mut self, id: WindowId) -> Option<Wasteful> {
         let (record, counters) = self.record(id)?;
         if record.fate == Fate::Open {
