@@ -22,6 +22,9 @@ impl Pager {
         let mut pause_ms = unpaged::SAMPLE_MS_MIN;
         loop {
             let seen = self.worker_wakes.load(Ordering::Acquire);
+            // A program without faults does not end the transfers of pages that it has dropped, and
+            // these keep their slots until then.
+            self.pages.reap(&mut hand);
             self.pages.free_emptied();
             self.take_out_advised(&mut hand);
             self.help_fork(&mut hand);
@@ -30,11 +33,11 @@ impl Pager {
             }
             self.pages.update_gauges();
             self.worker_sleeps.store(true, Ordering::SeqCst);
-            while self.worker_wakes.load(Ordering::SeqCst) == seen {
+            if self.worker_wakes.load(Ordering::SeqCst) == seen {
                 sys::futex_wait(&self.worker_wakes, seen, Some(pause_ms));
-                if self.worker_wakes.load(Ordering::SeqCst) == seen {
-                    pause_ms = self.sample_unpaged(pause_ms);
-                }
+            }
+            if self.worker_wakes.load(Ordering::SeqCst) == seen {
+                pause_ms = self.sample_unpaged(pause_ms);
             }
             self.worker_sleeps.store(false, Ordering::SeqCst);
         }
