@@ -105,8 +105,7 @@ fn idle_connections_do_not_delay_a_scrape() -> Result<()> {
 fn page_of_a_run_has_pager_and_private_node() -> Result<()> {
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let address = SocketAddr::from(([127, 0, 0, 1], port));
-    let script =
-        "import os, sys; x = os.urandom(50000000); sys.stdin.read(); sys.exit(len(x) & 1)";
+    let script = "import os, sys; x = os.urandom(50000000); sys.stdin.read(); sys.exit(len(x) & 1)";
     let mut command = Command::new(granary());
     command.args([
         "run",

@@ -100,7 +100,7 @@ fn pages_that_the_program_will_need_are_brought_in_before() {
 #[test]
 fn advice_on_access_decides_on_read_ahead() {
     let memory = Memory::new();
-    // The first pages push the others out of staging, so that those are remote.
+    // The first pages push the others off the shelf, so that those are remote.
     let ahead = |advice: i32, pages: std::ops::Range<usize>| {
         memory.take_out(0..PAGES, MADV_PAGEOUT, 0);
         memory.advise(0..PAGES, advice);
