@@ -10,6 +10,7 @@
 //! | `GRANARY_OVERFLOW_DIR` | directory of the overflow file (default `$TMPDIR`, then /var/tmp) |
 //! | `GRANARY_ALLOW_UNPAGED` | `1`: programs that cannot be paged, or could stop the pager, run anyway |
 //! | `GRANARY_PAGES` | `auto`, `move` or `copy`: see [`Pages`] |
+//! | `GRANARY_FAULT_TIMES` | file that tells `granary run` how frequent faults are (`awake`) |
 //!
 //! Programs that a paged program starts inherit these variables and `LD_PRELOAD`. So they are paged
 //! too, each process with its own bound.
@@ -24,6 +25,7 @@ use crate::Error;
 pub const LOCAL_BYTES_MIN: u64 = 4 << 20;
 
 const DIRECT: &str = "GRANARY_DIRECT";
+const FAULT_TIMES: &str = "GRANARY_FAULT_TIMES";
 
 /// Exit status of a program whose pages are lost because the pool is gone.
 pub const EXIT_POOL_GONE: i32 = 117;
@@ -75,6 +77,8 @@ pub struct Config {
     pub allow_unpaged: bool,
     /// The way in which pages get into and out of the program's memory.
     pub pages: Pages,
+    /// File in which the process records when its last fault was.
+    pub fault_times: Option<PathBuf>,
 }
 
 impl Config {
@@ -89,6 +93,7 @@ impl Config {
             overflow_directory: default_overflow_directory(),
             allow_unpaged: false,
             pages: Pages::Auto,
+            fault_times: None,
         }
     }
 
@@ -125,6 +130,7 @@ impl Config {
                 why: "expected auto, move or copy".into(),
             })?;
         }
+        config.fault_times = get(FAULT_TIMES).map(PathBuf::from);
         config.check()?;
         Ok(Some(config))
     }
@@ -141,6 +147,9 @@ impl Config {
         ];
         if let Some(directory) = &self.run_directory {
             variables.push(("GRANARY_RUN_DIR", directory.clone().into()));
+        }
+        if let Some(file) = &self.fault_times {
+            variables.push((FAULT_TIMES, file.clone().into()));
         }
         if self.allow_unpaged {
             variables.push(("GRANARY_ALLOW_UNPAGED", "1".into()));
@@ -202,6 +211,7 @@ mod tests {
         config.overflow_directory = "/somewhere".into();
         config.allow_unpaged = true;
         config.pages = Pages::Copy;
+        config.fault_times = Some("/proc/1/fd/9".into());
         let variables = config.to_environment();
         let get = |name: &str| {
             let found = variables.iter().find(|(key, _)| *key == name);

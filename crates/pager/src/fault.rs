@@ -51,13 +51,16 @@ impl Pager {
                 }
             }
             for fault in faults.drain(..) {
-                affinity.follow(fault.thread);
+                let moved = affinity.follow(fault.thread);
+                if let (Some(core), Some(times)) = (moved, &self.fault_times) {
+                    times.note_core(core);
+                }
                 let start = sys::now_ns();
                 let pages = self.serve(&mut hand, fault);
                 let end = sys::now_ns();
                 self.stats().record_fault(end - start);
                 priority.served(start, end);
-                self.awake.note_fault(end);
+                self.fault_times.iter().for_each(|times| times.note_fault(end));
                 if self.evicts_inline {
                     self.pages.work(&mut hand, pages + CATCH_UP_PAGES);
                 }
@@ -143,17 +146,19 @@ impl Default for CpuAffinity {
 
 impl CpuAffinity {
     /// Moves the handler to the core of `thread`, which has just faulted. The handler moves only if
-    /// two consecutive checks found the thread on that core.
-    fn follow(&mut self, thread: u32) {
+    /// two consecutive checks found the thread on that core. Returns the core if it has moved.
+    fn follow(&mut self, thread: u32) -> Option<usize> {
         if self.until_check > 0 {
             self.until_check -= 1;
-            return;
+            return None;
         }
+        let mut moved = None;
         let core = core_of(thread);
         if core.is_some() && core != self.core {
             if self.core.is_none() || self.candidate == core {
                 self.core = core;
                 core.into_iter().for_each(pin);
+                moved = core;
             }
             self.candidate = core;
             self.check_interval = CHECK_INTERVAL_MIN;
@@ -162,6 +167,7 @@ impl CpuAffinity {
             self.check_interval = (2 * self.check_interval).min(CHECK_INTERVAL_MAX);
         }
         self.until_check = self.check_interval;
+        moved
     }
 }
 

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use crate::advice::AdviceMap;
-use crate::awake::Awake;
+use crate::awake::FaultTimes;
 use crate::backing::Backing;
 use crate::config::{Config, EXIT_PAGER};
 use crate::errno::{Errno, MOVED};
@@ -100,7 +100,8 @@ pub struct Pager {
     /// Futex: incremented to wake the worker.
     pub(crate) worker_wakes: AtomicU32,
     pub(crate) worker_sleeps: AtomicBool,
-    pub(crate) awake: Awake,
+    /// Where a thread of `granary run` keeps the second core awake, the page that it reads.
+    pub(crate) fault_times: Option<FaultTimes>,
     pub(crate) forks: Forks,
     pub(crate) fork_events: bool,
     /// True if the handler thread does the worker's work on pages. With two cores or fewer, the
@@ -218,6 +219,9 @@ impl Pager {
         stats.set(Counter::DirectProcesses, transport.stats().is_direct.into());
         let fingerprints = Fingerprints::new().map_err(system("get random numbers"))?;
         let backing = Backing::new(transport, config.overflow_directory.clone(), inheritance);
+        // Without the page, faults are only slower.
+        let fault_times =
+            config.fault_times.as_deref().and_then(|path| FaultTimes::open(path).ok());
         Ok(Arc::new(Self {
             config: config.clone(),
             uffd,
@@ -229,7 +233,7 @@ impl Pager {
             region,
             worker_wakes: AtomicU32::new(0),
             worker_sleeps: AtomicBool::new(false),
-            awake: Awake::default(),
+            fault_times,
             forks: Forks::default(),
             fork_events,
             evicts_inline: units::cpus::cores() <= 2,

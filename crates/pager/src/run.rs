@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 
 use crate::Error;
+use crate::awake::AwakeThread;
 use crate::config::Config;
 use crate::executable::{Kind, kind_of};
 use crate::stats::Summary;
@@ -64,7 +65,13 @@ pub fn run_in(
         checked => checked?,
     }
     drop(Uffd::open(Features::default())?);
-    let config = Config { run_directory: Some(directory.0.clone()), ..config.clone() };
+    // A core that goes idle only slows faults down.
+    let awake = if config.is_direct { AwakeThread::start().ok().flatten() } else { None };
+    let config = Config {
+        run_directory: Some(directory.0.clone()),
+        fault_times: awake.as_ref().map(AwakeThread::path),
+        ..config.clone()
+    };
     let mut command = Command::new(program);
     command.args(arguments).envs(config.to_environment());
     command.env("LD_PRELOAD", preload(&library, std::env::var_os("LD_PRELOAD")));

@@ -395,6 +395,19 @@ pub fn futex_wake(word: &std::sync::atomic::AtomicU32) {
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), operation, i32::MAX) };
 }
 
+/// As [`futex_wait`], on a word that processes share, and without a timeout.
+pub fn futex_wait_shared(word: &std::sync::atomic::AtomicU32, expected: u32) {
+    let none = std::ptr::null::<libc::timespec>();
+    // SAFETY: the word outlives the call.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, expected, none) };
+}
+
+/// As [`futex_wake`], on a word that processes share.
+pub fn futex_wake_shared(word: &std::sync::atomic::AtomicU32) {
+    // SAFETY: the word outlives the call.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
