@@ -40,6 +40,7 @@ pub mod metrics;
 mod node_sockets;
 pub mod page_table;
 mod pager;
+pub mod policy;
 pub mod pool_transport;
 pub mod region;
 pub mod residency;
