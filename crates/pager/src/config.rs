@@ -6,6 +6,7 @@
 //! | `GRANARY_POOL` | backing memory: memory node addresses ([`pool::Address`]) or a store ([`crate::store`]) |
 //! | `GRANARY_RUN_DIR` | directory of the counters' files; absent: counters are private |
 //! | `GRANARY_REGION` | bytes of address space to reserve (default 1 TiB) |
+//! | `GRANARY_TRACE` | path of a fault trace, to which `.PID` is added; absent: none ([`crate::trace`]) |
 //! | `GRANARY_OVERFLOW_DIR` | directory of the overflow file (default `$TMPDIR`, then /var/tmp) |
 //!
 //! Programs that a paged program starts inherit these variables and `LD_PRELOAD`. So they are paged
@@ -34,6 +35,8 @@ pub struct Config {
     pub pool: String,
     /// Directory of the counters' files.
     pub run_directory: Option<PathBuf>,
+    /// Path of the fault trace, without `.PID`. A traced process reads no page ahead.
+    pub trace: Option<PathBuf>,
     /// Bytes of address space to reserve.
     pub region_bytes: usize,
     /// Directory of the overflow file.
@@ -47,6 +50,7 @@ impl Config {
             local_bytes,
             pool: pool.into(),
             run_directory: None,
+            trace: None,
             region_bytes: 1 << 40,
             overflow_directory: default_overflow_directory(),
         }
@@ -70,6 +74,7 @@ impl Config {
         })?;
         let mut config = Self::new(size("GRANARY_LOCAL", &local)?, pool);
         config.run_directory = get("GRANARY_RUN_DIR").map(PathBuf::from);
+        config.trace = get("GRANARY_TRACE").map(PathBuf::from);
         if let Some(region) = get("GRANARY_REGION") {
             config.region_bytes = size("GRANARY_REGION", &region)? as usize;
         }
@@ -90,6 +95,9 @@ impl Config {
         ];
         if let Some(directory) = &self.run_directory {
             variables.push(("GRANARY_RUN_DIR", directory.clone().into()));
+        }
+        if let Some(trace) = &self.trace {
+            variables.push(("GRANARY_TRACE", trace.clone().into()));
         }
         variables
     }
@@ -149,6 +157,7 @@ mod tests {
     fn environment_round_trips_all_settings() {
         let mut config = Config::new(64 << 20, "memory:1GiB");
         config.run_directory = Some("/run/x".into());
+        config.trace = Some("/traces/x".into());
         config.overflow_directory = "/somewhere".into();
         let variables = config.to_environment();
         let get = |name: &str| {

@@ -149,7 +149,14 @@ impl Handler<'_> {
             let _ = unsafe { pager.uffd.zero(fault.address, PAGE_BYTES) };
             return;
         }
-        let max = READ_FRAMES.min(pager.limit / 16).max(1);
+        let max = match &pager.trace {
+            Some(trace) => {
+                trace.record(page, fault.thread, fault.write);
+                // A page that is read ahead would not be in the trace.
+                1
+            }
+            None => READ_FRAMES.min(pager.limit / 16).max(1),
+        };
         let forks = pager.forks.is_forking_thread(fault.thread);
         let window = if forks { 1 } else { pager.streams().0.window(fault.thread, page, max) };
         let room = match forks {

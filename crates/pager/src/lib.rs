@@ -54,6 +54,8 @@ pub mod store;
 pub mod streams;
 pub mod sys;
 mod threads;
+pub mod trace;
+mod trace_recorder;
 mod transfer;
 pub mod transport;
 pub mod uffd;
@@ -147,6 +149,9 @@ pub enum Error {
         /// The paths that were searched, separated by commas.
         looked: String,
     },
+    /// The fault trace of a run cannot be used.
+    #[error(transparent)]
+    Trace(#[from] trace::TraceError),
     /// Connecting to the pool, or allocating shared memory for it, failed.
     #[error("cannot use the pool: {0}")]
     Pool(#[from] pool::Error),

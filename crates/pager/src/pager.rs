@@ -36,6 +36,7 @@ use crate::stats::{Counter, Stats};
 use crate::store::{FileStore, FileTransport};
 use crate::streams::Streams;
 use crate::sys::{self, FileSizeSignalBlocked, PAGE_BYTES};
+use crate::trace_recorder::Recorder;
 use crate::transport::{ChunkHandle, Transport, TransportError};
 use crate::uffd::{Features, Uffd};
 use crate::unpaged::UnpagedMonitor;
@@ -102,6 +103,8 @@ pub struct Pager {
     pub(crate) transport: Box<dyn Transport>,
     pub(crate) staging: Staging,
     pub(crate) stats: Stats,
+    /// Trace of the faults, if it was asked for.
+    pub(crate) trace: Option<Recorder>,
     pub(crate) slots: Mutex<Slots>,
     pub(crate) residency: Mutex<Residency>,
     space: Mutex<Space>,
@@ -229,6 +232,15 @@ impl Pager {
             }
             None => Stats::private().map_err(system("map the counters"))?,
         };
+        let trace = match &config.trace {
+            Some(prefix) => match Recorder::create(prefix, region.pages()) {
+                Ok(recorder) => Some(recorder),
+                // A forked child goes on without a trace.
+                Err(_) if inheritance.is_some() => None,
+                Err(error) => return Err(system("create the trace of the faults")(error)),
+            },
+            None => None,
+        };
         drop(blocked);
         stats.set(Counter::ChunkBytes, transport.chunk_bytes() as u64);
         let zeros = sys::map_anonymous(READ_FRAMES as usize * PAGE_BYTES)
@@ -241,6 +253,7 @@ impl Pager {
             slots: Mutex::new(Slots::new(transport.chunk_bytes())),
             transport,
             stats,
+            trace,
             residency: Mutex::default(),
             space: Mutex::new(space),
             evict_lock: Mutex::new(unreadable),
