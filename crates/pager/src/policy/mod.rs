@@ -14,6 +14,7 @@
 //! | `stream` | the window that a sequential stream has left, else a random run |
 //! | `s3fifo` | S3-FIFO (Yang et al. 2023): a small queue for new pages, a main queue |
 //! | `duel` | classes of pages try the rules; all other pages follow the cheapest ([`duel`]) |
+//! | `contest` | a sample of victims by each rule shows whose are needed last ([`contest`]) |
 //!
 //! All calls name runs of at most [`RUN_PAGES`] pages, because the kernel moves a run for little
 //! more than a page. A policy is deterministic: the same calls with the same seed give the same
@@ -24,19 +25,19 @@
 //! stale: the policy may still name the page as a victim, and the pager skips it. A page may also
 //! arrive while the policy holds it; then it keeps its place.
 
+pub mod contest;
 pub mod duel;
 pub mod rules;
 mod runs;
-pub mod s3fifo;
 #[cfg(test)]
 mod tests;
 
 use std::fmt;
 use std::str::FromStr;
 
+pub use self::contest::Contest;
 pub use self::duel::Duel;
 pub use self::rules::{Rule, RuleQueue};
-pub use self::s3fifo::S3Fifo;
 
 /// The largest number of pages of a run.
 pub const RUN_PAGES: u32 = 64;
@@ -105,11 +106,13 @@ pub enum Name {
     S3Fifo,
     /// Classes of pages try the rules.
     Duel,
+    /// Victims of all rules are compared.
+    Contest,
 }
 
 impl Name {
     /// All policies.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Fifo,
         Self::Segmented,
         Self::Random,
@@ -117,6 +120,7 @@ impl Name {
         Self::Stream,
         Self::S3Fifo,
         Self::Duel,
+        Self::Contest,
     ];
 
     /// Returns the name as text.
@@ -129,6 +133,7 @@ impl Name {
             Self::Stream => "stream",
             Self::S3Fifo => "s3fifo",
             Self::Duel => "duel",
+            Self::Contest => "contest",
         }
     }
 
@@ -146,8 +151,9 @@ impl Name {
             Self::Random => rule(Rule::Random),
             Self::Bip => rule(Rule::Bip),
             Self::Stream => rule(Rule::Stream),
-            Self::S3Fifo => AnyPolicy::S3Fifo(S3Fifo::new(limit)),
+            Self::S3Fifo => rule(Rule::S3Fifo),
             Self::Duel => AnyPolicy::Duel(Duel::new(limit, seed)),
+            Self::Contest => AnyPolicy::Contest(Contest::new(limit, seed)),
         }
     }
 }
@@ -160,7 +166,9 @@ impl fmt::Display for Name {
 
 /// Error: no policy has this name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown policy {0:?}: expected fifo, segmented, random, bip, stream, s3fifo or duel")]
+#[error(
+    "unknown policy {0:?}: expected fifo, segmented, random, bip, stream, s3fifo, duel or contest"
+)]
 pub struct UnknownPolicy(pub String);
 
 impl FromStr for Name {
@@ -177,18 +185,18 @@ impl FromStr for Name {
 pub enum AnyPolicy {
     /// One rule for all pages.
     Rule(RuleQueue),
-    /// S3-FIFO.
-    S3Fifo(S3Fifo),
     /// Classes of pages try the rules.
     Duel(Duel),
+    /// Victims of all rules are compared.
+    Contest(Contest),
 }
 
 macro_rules! each {
     ($any:expr, $policy:ident => $call:expr) => {
         match $any {
             AnyPolicy::Rule($policy) => $call,
-            AnyPolicy::S3Fifo($policy) => $call,
             AnyPolicy::Duel($policy) => $call,
+            AnyPolicy::Contest($policy) => $call,
         }
     };
 }

@@ -1,4 +1,4 @@
-//! Four rules of replacement over one structure: `fifo`, `random`, `bip`, `stream`.
+//! Five rules of replacement over one structure: `fifo`, `random`, `bip`, `stream`, `s3fifo`.
 //!
 //! The structure is a main queue and a queue of newly arrived pages. A rule decides to which queue
 //! a page goes, and from which the next victim comes. The rule can change at any time in constant
@@ -6,7 +6,7 @@
 
 use units::Random;
 
-use super::runs::{PageSet, RunQueue};
+use super::runs::{LeftWindows, PageSet, RunQueue};
 use super::{Policy, RUN_PAGES, Run};
 
 /// A rule of replacement.
@@ -20,18 +20,21 @@ pub enum Rule {
     /// takes a random old run's place. In a scan, the oldest run would be the next one that the
     /// program needs. A page that a soft fault has brought back goes round once more.
     Bip,
-    /// The window that a stream has left, after [`GRACE_WINDOWS`] further windows; else random.
+    /// The window that a stream has left, after two further windows; else random.
     Stream,
+    /// S3-FIFO without hits (Yang et al., SOSP 2023): new pages leave first while they are over a
+    /// tenth. Pages whose refetch comes soon after their eviction, and pages that a soft fault has
+    /// brought back, go to the main queue. The latter go round it [`CREDIT_MAX`] times. The pager's
+    /// page table remembers evictions, so the ghost queue of the paper takes no memory here.
+    S3Fifo,
 }
 
 /// Of this many newly arrived runs, rule `bip` keeps one.
 pub const KEPT_ONE_IN: u64 = 64;
-/// Windows that streams leave before the oldest of them is evicted.
-pub const GRACE_WINDOWS: usize = 2;
+/// Rounds of the main queue that a page survives at most under rule `s3fifo`.
+pub const CREDIT_MAX: u8 = 3;
 /// The newly arrived pages that rule `bip` holds at least: two windows of a stream.
 const NEW_PAGES_MIN: u32 = 2 * RUN_PAGES;
-/// Windows left behind that are remembered at most. Older ones are forgotten.
-const LEFT_MAX: usize = 64;
 
 /// Pages in the order in which a rule evicts them.
 #[derive(Debug)]
@@ -42,10 +45,10 @@ pub struct RuleQueue {
     /// The pages that count in `main` and `new`.
     set: PageSet,
     main: RunQueue,
-    /// Rule `bip`: newly arrived pages, first out.
+    /// Rules `bip` and `s3fifo`: newly arrived pages, first out.
     new: RunQueue,
     /// Rule `stream`: windows that were left, the oldest first. Their pages are in `main` too.
-    left: RunQueue,
+    left: LeftWindows,
     /// Pages that arrived since the last victim; over an eighth of the limit, memory has room.
     since_victim: u32,
     /// Rule `bip`: kept pages, less the old pages that have left for them. A victim is a whole run,
@@ -63,7 +66,7 @@ impl RuleQueue {
             set: PageSet::default(),
             main: RunQueue::default(),
             new: RunQueue::default(),
-            left: RunQueue::default(),
+            left: LeftWindows::default(),
             since_victim: u32::MAX,
             owed: 0,
         }
@@ -85,16 +88,23 @@ impl RuleQueue {
         self.since_victim <= (self.limit / 8).max(4 * RUN_PAGES)
     }
 
-    fn add(&mut self, run: Run) {
+    /// Adds a run that was not resident. `recent` as in [`Policy::refetched`].
+    fn add(&mut self, run: Run, recent: bool) {
         let full = self.is_full();
         self.since_victim = self.since_victim.saturating_add(run.pages);
-        let is_new = self.rule == Rule::Bip && full && {
-            let kept = self.random.below(KEPT_ONE_IN) == 0;
-            self.owed += if kept { i64::from(run.pages) } else { 0 };
-            !kept
+        let is_new = match self.rule {
+            Rule::Fifo | Rule::Random | Rule::Stream => false,
+            Rule::S3Fifo => !recent,
+            Rule::Bip if full => {
+                let kept = self.random.below(KEPT_ONE_IN) == 0;
+                self.owed += if kept { i64::from(run.pages) } else { 0 };
+                !kept
+            }
+            Rule::Bip => false,
         };
+        let credit = u8::from(self.rule == Rule::S3Fifo && recent);
         let queue = if is_new { &mut self.new } else { &mut self.main };
-        self.set.insert(run, |part| queue.push(part, 0));
+        self.set.insert(run, |part| queue.push(part, credit));
         self.compact();
     }
 
@@ -107,37 +117,8 @@ impl RuleQueue {
         }
     }
 
-    /// Takes the pages of the oldest window that was left, once enough others were.
-    fn take_left(&mut self, max: u32) -> Option<Run> {
-        while self.left.runs() > GRACE_WINDOWS {
-            let window = self.left.pop()?;
-            let Some(part) = self.set.first_part(window.run) else { continue };
-            let part = Run { pages: part.pages.min(max), ..part };
-            let rest = Run { start: part.end(), pages: window.run.end() - part.end() };
-            if rest.pages > 0 {
-                self.left.unpop(super::runs::Queued { run: rest, credit: 0 });
-            }
-            self.set.remove(part, |_| ());
-            return Some(part);
-        }
-        None
-    }
-
-    /// Takes from a random run of the main queue. Of a long run only `max` pages are taken, so it is
-    /// chosen more often: each page is taken with the same probability.
     fn take_random(&mut self, max: u32) -> Option<Run> {
-        let parts_max = u64::from(RUN_PAGES.div_ceil(max));
-        let mut tries = if self.main.runs() > 0 { 2 * RUN_PAGES } else { 0 };
-        while tries > 0 {
-            let index = self.random.below(self.main.runs() as u64) as usize;
-            let parts = self.main.pages_of(index).div_ceil(max);
-            if parts_max == 1 || self.random.below(parts_max) < u64::from(parts) {
-                self.main.bring_forward(index);
-                break;
-            }
-            tries -= 1;
-        }
-        self.main.take(&mut self.set, max)
+        self.main.take_random(&mut self.set, &mut self.random, max)
     }
 
     fn take_bip(&mut self, max: u32) -> Option<Run> {
@@ -156,26 +137,27 @@ impl RuleQueue {
 
 impl Policy for RuleQueue {
     fn arrived(&mut self, run: Run) {
-        self.add(run);
+        self.add(run, false);
     }
 
-    fn refetched(&mut self, run: Run, _recent: bool) {
-        self.add(run);
+    fn refetched(&mut self, run: Run, recent: bool) {
+        self.add(run, recent);
     }
 
     fn restored(&mut self, run: Run) {
         self.since_victim = self.since_victim.saturating_add(run.pages);
-        let credit = u8::from(self.rule == Rule::Bip);
+        let credit = match self.rule {
+            Rule::Fifo | Rule::Random | Rule::Stream => 0,
+            Rule::Bip => 1,
+            Rule::S3Fifo => CREDIT_MAX,
+        };
         self.set.insert(run, |part| self.main.push(part, credit));
         self.compact();
     }
 
     fn left_behind(&mut self, run: Run) {
         if self.rule == Rule::Stream {
-            self.left.push(run, 0);
-            if self.left.runs() > LEFT_MAX {
-                self.left.pop();
-            }
+            self.left.push(run);
         }
     }
 
@@ -188,9 +170,11 @@ impl Policy for RuleQueue {
         self.since_victim = 0;
         let first = match self.rule {
             Rule::Fifo => None,
+            Rule::S3Fifo if self.new.len() <= self.limit / 10 => self.main.take(&mut self.set, max),
+            Rule::S3Fifo => None,
             Rule::Random => self.take_random(max),
             Rule::Bip => self.take_bip(max),
-            Rule::Stream => self.take_left(max).or_else(|| self.take_random(max)),
+            Rule::Stream => self.left.take(&mut self.set, max).or_else(|| self.take_random(max)),
         };
         // After a change of the rule, pages that rule `bip` has left as new ones go first.
         first

@@ -1,11 +1,13 @@
-//! The building blocks of the policies: a set of pages, and a queue of runs.
+//! The building blocks of the policies: a set of pages, a queue of runs, and windows left behind.
 //!
-//! Both work on *blocks*, aligned groups of 64 pages: a run is cut where a block ends. A queue may
+//! They work on *blocks*, aligned groups of 64 pages: a run is cut where a block ends. A queue may
 //! hold stale parts, and the set says which pages count. So removing a page costs one operation on
 //! the set, and no search in a queue.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
+
+use units::Random;
 
 use super::{RUN_PAGES, Run};
 
@@ -61,7 +63,7 @@ fn runs_of(block: u32, mut bits: u64, mut visit: impl FnMut(Run)) {
 }
 
 /// A set of pages, as one bit for each page of each block that has any.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct PageSet {
     blocks: HashMap<u32, u64, BuildHasherDefault<BlockHasher>>,
     pages: u32,
@@ -97,6 +99,14 @@ impl PageSet {
             }
             self.pages -= removed.count_ones();
             runs_of(block, removed, &mut gone);
+        });
+    }
+
+    /// Calls `visit` with each part of a run that is in the set.
+    pub fn each_part(&self, run: Run, mut visit: impl FnMut(Run)) {
+        blocks(run, |block, part| {
+            let held = bits_of(part) & self.blocks.get(&block).copied().unwrap_or(0);
+            runs_of(block, held, &mut visit);
         });
     }
 
@@ -146,11 +156,6 @@ impl RunQueue {
         self.pages
     }
 
-    /// Number of runs.
-    pub fn runs(&self) -> usize {
-        self.runs.len()
-    }
-
     /// Appends a run. It joins the last one if it continues that one in the same block.
     pub fn push(&mut self, run: Run, credit: u8) {
         self.pages += run.pages;
@@ -174,19 +179,9 @@ impl RunQueue {
     }
 
     /// Puts the rest of a run back to the front.
-    pub fn unpop(&mut self, queued: Queued) {
+    fn unpop(&mut self, queued: Queued) {
         self.pages += queued.run.pages;
         self.runs.push_front(queued);
-    }
-
-    /// Returns the number of pages of the run at `index`.
-    pub fn pages_of(&self, index: usize) -> u32 {
-        self.runs[index].run.pages
-    }
-
-    /// Moves the run at `index` to the front.
-    pub fn bring_forward(&mut self, index: usize) {
-        self.runs.swap(0, index);
     }
 
     /// Removes the first run of at most `max` pages that are in `set`, and takes them from the set.
@@ -209,6 +204,22 @@ impl RunQueue {
         }
     }
 
+    /// As [`RunQueue::take`], from a random run. Of a long run only `max` pages are taken, so it is
+    /// chosen more often: each page is taken with the same probability.
+    pub fn take_random(&mut self, set: &mut PageSet, random: &mut Random, max: u32) -> Option<Run> {
+        let parts_max = u64::from(RUN_PAGES.div_ceil(max));
+        let tries = if self.runs.is_empty() { 0 } else { 2 * RUN_PAGES };
+        for _ in 0..tries {
+            let index = random.below(self.runs.len() as u64) as usize;
+            let parts = self.runs[index].run.pages.div_ceil(max);
+            if random.below(parts_max) < u64::from(parts) {
+                self.runs.swap(0, index);
+                break;
+            }
+        }
+        self.take(set, max)
+    }
+
     /// Drops stale parts, and all but the first part of a page. `left` starts as the pages that
     /// count and loses those that the queue holds.
     pub fn compact(&mut self, left: &mut PageSet) {
@@ -220,8 +231,37 @@ impl RunQueue {
     }
 }
 
-impl Clone for PageSet {
-    fn clone(&self) -> Self {
-        Self { blocks: self.blocks.clone(), pages: self.pages }
+/// Windows that streams leave before the oldest of them is evicted.
+const GRACE_WINDOWS: usize = 2;
+/// Windows left behind that are remembered at most. Older ones are forgotten.
+const LEFT_MAX: usize = 64;
+
+/// Windows that streams have left, the oldest first. A page of them is in another queue too.
+#[derive(Debug, Default)]
+pub(super) struct LeftWindows(VecDeque<Run>);
+
+impl LeftWindows {
+    /// Adds a window.
+    pub fn push(&mut self, window: Run) {
+        self.0.push_back(window);
+        if self.0.len() > LEFT_MAX {
+            self.0.pop_front();
+        }
+    }
+
+    /// Takes at most `max` pages of the oldest window from the set, once [`GRACE_WINDOWS`] others
+    /// were left after it.
+    pub fn take(&mut self, set: &mut PageSet, max: u32) -> Option<Run> {
+        while self.0.len() > GRACE_WINDOWS {
+            let window = self.0.pop_front()?;
+            let Some(part) = set.first_part(window) else { continue };
+            let part = Run { pages: part.pages.min(max), ..part };
+            if part.end() < window.end() {
+                self.0.push_front(Run { start: part.end(), pages: window.end() - part.end() });
+            }
+            set.remove(part, |_| ());
+            return Some(part);
+        }
+        None
     }
 }

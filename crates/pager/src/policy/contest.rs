@@ -1,0 +1,271 @@
+//! A contest of victims: several rules each name a victim, and the one that is needed last wins.
+//!
+//! No rule is good for all programs. A cyclic scan wants the newest pages evicted, a working set
+//! that moves the oldest. Once in a while the policy therefore evicts one run by each rule, at the
+//! same time. If the program needs the victim of one rule before that of another, the first rule
+//! loses a point to the second. All other victims come from the rule that wins. This is Belady's
+//! criterion, measured on a sample: the best victim is the page whose next use is farthest away.
+//!
+//! Set dueling (Qureshi et al., ISCA 2007) compares the misses of classes of pages instead. It needs
+//! many pages: a class of one 32nd of a memory of 16 MiB is two runs.
+//!
+//! Newly arrived pages wait in a window before they join the main queue, so that rule `Newest` does
+//! not evict pages that the program is still working on.
+
+use std::collections::HashMap;
+use std::hash::BuildHasherDefault;
+
+use units::Random;
+
+use super::runs::{BlockHasher, LeftWindows, PageSet, Queued, RunQueue, blocks};
+use super::{Policy, RUN_PAGES, Run};
+
+/// A rule that names victims.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rule {
+    /// A random run of the main queue.
+    Random,
+    /// The run that arrived first.
+    Oldest,
+    /// The run that arrived last, without those in the window.
+    Newest,
+    /// The oldest window that a stream has left, else a random run.
+    Left,
+}
+
+const RULES: [Rule; 4] = [Rule::Random, Rule::Oldest, Rule::Newest, Rule::Left];
+
+/// How a contest is held.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// Evicted runs between two contests.
+    pub every: u32,
+    /// Pages that a rule evicts in a contest at most.
+    pub pages: u32,
+    /// Points that are kept when a contest begins.
+    pub kept: f32,
+    /// A rule must have this many times the points of the followed one, and `margin` more.
+    pub factor: f32,
+    /// See `factor`.
+    pub margin: f32,
+    /// The rule that is followed first.
+    pub first: Rule,
+}
+
+/// The settings of [`Contest::new`].
+pub const SETTINGS: Settings =
+    Settings { every: 16, pages: 32, kept: 0.95, factor: 1.2, margin: 2.0, first: Rule::Left };
+
+/// Contests whose victims are remembered.
+const CONTESTS: usize = 256;
+/// The newly arrived pages that wait at least: two windows of a stream.
+const NEW_PAGES_MIN: u32 = 2 * RUN_PAGES;
+
+/// The victims of a contest that the program has not needed yet.
+type Victims = [Option<Run>; RULES.len()];
+
+/// Pages in the order of their arrival, and the results of contests.
+#[derive(Debug)]
+pub struct Contest {
+    settings: Settings,
+    limit: u32,
+    random: Random,
+    set: PageSet,
+    main: RunQueue,
+    /// Newly arrived pages.
+    new: RunQueue,
+    /// Windows that were left, the oldest first. Their pages are in the other queues too.
+    left: LeftWindows,
+    since_victim: u32,
+    /// `points[a][b]`: how often a victim of rule `a` was needed after that of rule `b`.
+    points: [[f32; RULES.len()]; RULES.len()],
+    /// Index of the followed rule.
+    followed: usize,
+    /// Runs until the next contest.
+    until_next: u32,
+    /// Rules that have still to name a victim in the contest that is held.
+    turns: Vec<usize>,
+    contests: Vec<Victims>,
+    /// Index of the contest that is held.
+    current: usize,
+    /// The contest and the rule of a remembered victim, by block.
+    victims: HashMap<u32, (usize, usize), BuildHasherDefault<BlockHasher>>,
+}
+
+impl Contest {
+    /// Creates an empty policy for `limit` pages.
+    pub fn new(limit: u32, seed: u64) -> Self {
+        Self::with(SETTINGS, limit, seed)
+    }
+
+    /// Creates a policy with other settings, for comparison.
+    pub fn with(settings: Settings, limit: u32, seed: u64) -> Self {
+        Self {
+            settings,
+            limit,
+            random: Random::new(seed),
+            set: PageSet::default(),
+            main: RunQueue::default(),
+            new: RunQueue::default(),
+            left: LeftWindows::default(),
+            since_victim: u32::MAX,
+            points: [[0.0; RULES.len()]; RULES.len()],
+            followed: RULES.iter().position(|rule| *rule == settings.first).unwrap_or(0),
+            until_next: settings.every,
+            turns: Vec::with_capacity(RULES.len()),
+            contests: vec![[None; RULES.len()]; CONTESTS],
+            current: 0,
+            victims: HashMap::default(),
+        }
+    }
+
+    /// Returns the rule that names most victims.
+    pub fn followed(&self) -> Rule {
+        RULES[self.followed]
+    }
+
+    fn window(&self) -> u32 {
+        (self.limit / 50).max(NEW_PAGES_MIN.min(self.limit / 8))
+    }
+
+    fn add(&mut self, run: Run) {
+        let is_full = self.since_victim <= (self.limit / 8).max(4 * RUN_PAGES);
+        self.since_victim = self.since_victim.saturating_add(run.pages);
+        let queue = if is_full { &mut self.new } else { &mut self.main };
+        self.set.insert(run, |part| queue.push(part, 0));
+        self.compact();
+    }
+
+    fn compact(&mut self) {
+        if self.main.len() + self.new.len() > 2 * self.set.len() + 16 * RUN_PAGES {
+            let mut left = self.set.clone();
+            self.main.compact(&mut left);
+            self.new.compact(&mut left);
+        }
+    }
+
+    /// Gives points for pages that the program needs again.
+    fn needed(&mut self, run: Run) {
+        let Self { victims, contests, points, .. } = self;
+        blocks(run, |block, part| {
+            let Some(&(contest, rule)) = victims.get(&block) else { return };
+            let Some(victim) = contests[contest][rule] else { return };
+            if victim.end() <= part.start || part.end() <= victim.start {
+                return;
+            }
+            victims.remove(&block);
+            contests[contest][rule] = None;
+            for (other, later) in contests[contest].iter().enumerate() {
+                if later.is_some() {
+                    points[other][rule] += 1.0;
+                }
+            }
+        });
+    }
+
+    /// Begins a contest: forgets the oldest one, and follows the rule that wins.
+    fn begin(&mut self) {
+        self.until_next = self.settings.every;
+        self.current = (self.current + 1) % CONTESTS;
+        for (rule, victim) in std::mem::take(&mut self.contests[self.current]).iter().enumerate() {
+            if let Some(run) = victim
+                && self.victims.get(&(run.start / RUN_PAGES)) == Some(&(self.current, rule))
+            {
+                self.victims.remove(&(run.start / RUN_PAGES));
+            }
+        }
+        self.points.iter_mut().flatten().for_each(|points| *points *= self.settings.kept);
+        let score = |rule: usize| -> f32 {
+            (0..RULES.len()).map(|other| self.points[rule][other] - self.points[other][rule]).sum()
+        };
+        let best = (0..RULES.len()).max_by(|a, b| score(*a).total_cmp(&score(*b)));
+        let best = best.expect("there are rules");
+        let (won, lost) = (self.points[best][self.followed], self.points[self.followed][best]);
+        if won > lost * self.settings.factor + self.settings.margin {
+            self.followed = best;
+        }
+        self.turns.extend(0..RULES.len());
+        let mut order = [0; RULES.len()];
+        order.copy_from_slice(&self.turns);
+        self.random.shuffle(&mut order);
+        self.turns.copy_from_slice(&order);
+    }
+
+    /// Takes a victim by a rule, if it can name one.
+    fn take(&mut self, rule: Rule, max: u32) -> Option<Run> {
+        let Self { main, left, set, random, .. } = self;
+        let run = match rule {
+            Rule::Random => main.take_random(set, random, max)?,
+            Rule::Oldest => main.take(set, max)?,
+            Rule::Left => left.take(set, max).or_else(|| main.take_random(set, random, max))?,
+            Rule::Newest if self.new.len() > self.window() => {
+                return self.new.take(&mut self.set, max);
+            }
+            Rule::Newest => return None,
+        };
+        // In place of an old run, as many new pages are kept.
+        let mut moved = 0;
+        while moved < run.pages && self.new.len() > self.window() {
+            let Queued { run, credit } = self.new.pop()?;
+            moved += run.pages;
+            let main = &mut self.main;
+            self.set.each_part(run, |part| main.push(part, credit));
+        }
+        Some(run)
+    }
+}
+
+impl Policy for Contest {
+    fn arrived(&mut self, run: Run) {
+        self.add(run);
+    }
+
+    fn refetched(&mut self, run: Run, _recent: bool) {
+        self.needed(run);
+        self.add(run);
+    }
+
+    fn restored(&mut self, run: Run) {
+        self.needed(run);
+        self.since_victim = self.since_victim.saturating_add(run.pages);
+        let main = &mut self.main;
+        self.set.insert(run, |part| main.push(part, 1));
+        self.compact();
+    }
+
+    fn left_behind(&mut self, run: Run) {
+        self.left.push(run);
+    }
+
+    fn removed(&mut self, run: Run) {
+        self.set.remove(run, |_| ());
+        self.compact();
+    }
+
+    fn victim_run(&mut self, max: u32) -> Option<Run> {
+        self.since_victim = 0;
+        self.until_next = self.until_next.saturating_sub(1);
+        if self.until_next == 0 && self.turns.is_empty() {
+            self.begin();
+        }
+        while let Some(rule) = self.turns.pop() {
+            if let Some(run) = self.take(RULES[rule], max.min(self.settings.pages)) {
+                self.contests[self.current][rule] = Some(run);
+                self.victims.insert(run.start / RUN_PAGES, (self.current, rule));
+                return Some(run);
+            }
+        }
+        self.take(self.followed(), max)
+            .or_else(|| self.take(Rule::Random, max))
+            .or_else(|| self.new.take(&mut self.set, max))
+    }
+
+    fn pages(&self) -> u32 {
+        self.set.len()
+    }
+
+    fn sweep(&mut self, resident: &mut dyn FnMut(u32) -> bool) {
+        self.set.retain(resident);
+        self.compact();
+    }
+}
