@@ -17,7 +17,7 @@ use std::hash::BuildHasherDefault;
 
 use units::Random;
 
-use super::runs::{BlockHasher, LeftWindows, PageSet, Queued, RunQueue, blocks};
+use super::runs::{BlockHasher, LeftWindows, PageSet, Queued, RunQueue};
 use super::{Policy, RUN_PAGES, Run};
 
 /// A rule that names victims.
@@ -38,7 +38,8 @@ const RULES: [Rule; 4] = [Rule::Random, Rule::Oldest, Rule::Newest, Rule::Left];
 /// How a contest is held.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
-    /// Evicted runs between two contests.
+    /// Evicted runs between two contests, at least. The contests that are remembered extend over
+    /// the eviction of twice as many pages as the limit.
     pub every: u32,
     /// Pages that a rule evicts in a contest at most.
     pub pages: u32,
@@ -56,8 +57,8 @@ pub struct Settings {
 pub const SETTINGS: Settings =
     Settings { every: 16, pages: 32, kept: 0.95, factor: 1.2, margin: 2.0, first: Rule::Left };
 
-/// Contests whose victims are remembered.
-const CONTESTS: usize = 256;
+/// Contests whose victims are remembered at most.
+const CONTESTS_MAX: usize = 128;
 /// The newly arrived pages that wait at least: two windows of a stream.
 const NEW_PAGES_MIN: u32 = 2 * RUN_PAGES;
 
@@ -81,14 +82,15 @@ pub struct Contest {
     points: [[f32; RULES.len()]; RULES.len()],
     /// Index of the followed rule.
     followed: usize,
-    /// Runs until the next contest.
-    until_next: u32,
+    /// Runs and pages that were evicted since the last contest began.
+    runs: u32,
+    evicted: u32,
     /// Rules that have still to name a victim in the contest that is held.
     turns: Vec<usize>,
     contests: Vec<Victims>,
     /// Index of the contest that is held.
     current: usize,
-    /// The contest and the rule of a remembered victim, by block.
+    /// The contest and the rule of each remembered page.
     victims: HashMap<u32, (usize, usize), BuildHasherDefault<BlockHasher>>,
 }
 
@@ -111,9 +113,11 @@ impl Contest {
             since_victim: u32::MAX,
             points: [[0.0; RULES.len()]; RULES.len()],
             followed: RULES.iter().position(|rule| *rule == settings.first).unwrap_or(0),
-            until_next: settings.every,
+            runs: 0,
+            evicted: 0,
             turns: Vec::with_capacity(RULES.len()),
-            contests: vec![[None; RULES.len()]; CONTESTS],
+            // The remembered pages are at most as many as the limit.
+            contests: vec![[None; RULES.len()]; (limit as usize / 128).clamp(16, CONTESTS_MAX)],
             current: 0,
             victims: HashMap::default(),
         }
@@ -146,34 +150,30 @@ impl Contest {
 
     /// Gives points for pages that the program needs again.
     fn needed(&mut self, run: Run) {
-        let Self { victims, contests, points, .. } = self;
-        blocks(run, |block, part| {
-            let Some(&(contest, rule)) = victims.get(&block) else { return };
-            let Some(victim) = contests[contest][rule] else { return };
-            if victim.end() <= part.start || part.end() <= victim.start {
-                return;
-            }
-            victims.remove(&block);
-            contests[contest][rule] = None;
-            for (other, later) in contests[contest].iter().enumerate() {
+        for page in run.start..run.end() {
+            let Some(&(contest, rule)) = self.victims.get(&page) else { continue };
+            self.forget(contest, rule);
+            for (other, later) in self.contests[contest].iter().enumerate() {
                 if later.is_some() {
-                    points[other][rule] += 1.0;
+                    self.points[other][rule] += 1.0;
                 }
             }
-        });
+        }
+    }
+
+    fn forget(&mut self, contest: usize, rule: usize) {
+        if let Some(run) = self.contests[contest][rule].take() {
+            for page in run.start..run.end() {
+                self.victims.remove(&page);
+            }
+        }
     }
 
     /// Begins a contest: forgets the oldest one, and follows the rule that wins.
     fn begin(&mut self) {
-        self.until_next = self.settings.every;
-        self.current = (self.current + 1) % CONTESTS;
-        for (rule, victim) in std::mem::take(&mut self.contests[self.current]).iter().enumerate() {
-            if let Some(run) = victim
-                && self.victims.get(&(run.start / RUN_PAGES)) == Some(&(self.current, rule))
-            {
-                self.victims.remove(&(run.start / RUN_PAGES));
-            }
-        }
+        (self.runs, self.evicted) = (0, 0);
+        self.current = (self.current + 1) % self.contests.len();
+        (0..RULES.len()).for_each(|rule| self.forget(self.current, rule));
         self.points.iter_mut().flatten().for_each(|points| *points *= self.settings.kept);
         let score = |rule: usize| -> f32 {
             (0..RULES.len()).map(|other| self.points[rule][other] - self.points[other][rule]).sum()
@@ -244,20 +244,31 @@ impl Policy for Contest {
 
     fn victim_run(&mut self, max: u32) -> Option<Run> {
         self.since_victim = 0;
-        self.until_next = self.until_next.saturating_sub(1);
-        if self.until_next == 0 && self.turns.is_empty() {
+        let between = 2 * self.limit / self.contests.len() as u32;
+        let is_due = self.runs >= self.settings.every && self.evicted >= between;
+        if is_due && self.turns.is_empty() {
             self.begin();
         }
-        while let Some(rule) = self.turns.pop() {
-            if let Some(run) = self.take(RULES[rule], max.min(self.settings.pages)) {
+        let mut victim = None;
+        while victim.is_none()
+            && let Some(rule) = self.turns.pop()
+        {
+            victim = self.take(RULES[rule], max.min(self.settings.pages));
+            if let Some(run) = victim {
                 self.contests[self.current][rule] = Some(run);
-                self.victims.insert(run.start / RUN_PAGES, (self.current, rule));
-                return Some(run);
+                let place = (self.current, rule);
+                for page in run.start..run.end() {
+                    self.victims.insert(page, place);
+                }
             }
         }
-        self.take(self.followed(), max)
+        let victim = victim
+            .or_else(|| self.take(self.followed(), max))
             .or_else(|| self.take(Rule::Random, max))
-            .or_else(|| self.new.take(&mut self.set, max))
+            .or_else(|| self.new.take(&mut self.set, max))?;
+        self.runs += 1;
+        self.evicted = self.evicted.saturating_add(victim.pages);
+        Some(victim)
     }
 
     fn pages(&self) -> u32 {

@@ -232,7 +232,7 @@ fn replay(policy: &mut impl Policy, accesses: impl IntoIterator<Item = u32>) {
 #[test]
 fn contest_follows_newest_in_a_cyclic_scan() {
     let mut policy = Contest::new(LIMIT, 3);
-    replay(&mut policy, (0..40_000).map(|at| at * 7 % 700));
+    replay(&mut policy, (0..40_000).map(|at| at * 11 % 700));
     assert_eq!(policy.followed(), contest::Rule::Newest);
 }
 
