@@ -6,8 +6,8 @@
 //! loses a point to the second. All other victims come from the rule that wins. This is Belady's
 //! criterion, measured on a sample: the best victim is the page whose next use is farthest away.
 //!
-//! Set dueling (Qureshi et al., ISCA 2007) compares the misses of classes of pages instead. It needs
-//! many pages: a class of one 32nd of a memory of 16 MiB is two runs.
+//! Set dueling (Qureshi et al., ISCA 2007) compares the misses of classes of pages instead. It
+//! needs many pages: a class of one 32nd of a memory of 16 MiB is two runs.
 //!
 //! Newly arrived pages wait in a window before they join the main queue, so that rule `Newest` does
 //! not evict pages that the program is still working on.
