@@ -7,6 +7,7 @@
 //! | `GRANARY_DIRECT` | `1`: the memory node is private and passes on its chunk memory (`direct_transport`) |
 //! | `GRANARY_RUN_DIR` | directory of the counters' files; absent: counters are private |
 //! | `GRANARY_REGION` | bytes of address space to reserve (default 1 TiB) |
+//! | `GRANARY_TRACE` | path of a fault trace, to which `.PID` is added; absent: none ([`crate::trace`]) |
 //! | `GRANARY_OVERFLOW_DIR` | directory of the overflow file (default `$TMPDIR`, then /var/tmp) |
 //! | `GRANARY_ALLOW_UNPAGED` | `1`: programs that cannot be paged, or could stop the pager, run anyway |
 //! | `GRANARY_PAGES` | `auto`, `move` or `copy`: see [`Pages`] |
@@ -67,6 +68,8 @@ pub struct Config {
     pub is_direct: bool,
     /// Directory of the counters' files.
     pub run_directory: Option<PathBuf>,
+    /// Path of the fault trace, without `.PID`. A traced process reads no page ahead.
+    pub trace: Option<PathBuf>,
     /// Bytes of address space to reserve.
     pub region_bytes: usize,
     /// Directory of the overflow file.
@@ -85,6 +88,7 @@ impl Config {
             pool: pool.into(),
             is_direct: false,
             run_directory: None,
+            trace: None,
             region_bytes: 1 << 40,
             overflow_directory: default_overflow_directory(),
             allow_unpaged: false,
@@ -111,6 +115,7 @@ impl Config {
         let mut config = Self::new(size("GRANARY_LOCAL", &local)?, pool);
         config.is_direct = get(DIRECT).as_deref() == Some("1");
         config.run_directory = get("GRANARY_RUN_DIR").map(PathBuf::from);
+        config.trace = get("GRANARY_TRACE").map(PathBuf::from);
         if let Some(region) = get("GRANARY_REGION") {
             config.region_bytes = size("GRANARY_REGION", &region)? as usize;
         }
@@ -144,6 +149,9 @@ impl Config {
         }
         if self.allow_unpaged {
             variables.push(("GRANARY_ALLOW_UNPAGED", "1".into()));
+        }
+        if let Some(trace) = &self.trace {
+            variables.push(("GRANARY_TRACE", trace.clone().into()));
         }
         variables
     }
@@ -199,6 +207,7 @@ mod tests {
         let mut config = Config::new(64 << 20, "memory:1GiB");
         config.is_direct = true;
         config.run_directory = Some("/run/x".into());
+        config.trace = Some("/traces/x".into());
         config.overflow_directory = "/somewhere".into();
         config.allow_unpaged = true;
         config.pages = Pages::Copy;

@@ -52,6 +52,7 @@ mod node_sockets;
 pub mod page_table;
 mod pager;
 pub mod pages;
+pub mod policy;
 pub mod pool_transport;
 mod presence;
 mod priority;
@@ -70,6 +71,8 @@ pub mod store;
 pub mod stream;
 pub mod sys;
 mod threads;
+pub mod trace;
+mod trace_recorder;
 pub mod transport;
 pub mod uffd;
 pub mod unpaged;
@@ -184,6 +187,9 @@ pub enum Error {
         /// The paths that were searched, separated by commas.
         looked: String,
     },
+    /// The fault trace of a run cannot be used.
+    #[error(transparent)]
+    Trace(#[from] trace::TraceError),
     /// Connecting to the pool, or allocating shared memory for it, failed.
     #[error("cannot use the pool: {0}")]
     Pool(#[from] pool::Error),

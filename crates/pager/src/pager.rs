@@ -33,6 +33,7 @@ use crate::region::{RangeSet, Region, Space};
 use crate::stats::{Counter, Stats};
 use crate::store::FileTransport;
 use crate::sys::{self, FileSizeSignalBlocked, PAGE_BYTES};
+use crate::trace_recorder::Recorder;
 use crate::transport::Transport;
 use crate::uffd::{Features, Uffd};
 use crate::unpaged::UnpagedMonitor;
@@ -90,6 +91,8 @@ pub struct Pager {
     pub(crate) config: Config,
     pub(crate) uffd: Arc<Uffd>,
     pub(crate) pages: Pages<LinuxMemory>,
+    /// Trace of the faults, if it was asked for.
+    pub(crate) trace: Option<Recorder>,
     space: Mutex<Space>,
     /// Advice of the program on its accesses.
     pub(crate) advice: Arc<AdviceMap>,
@@ -213,6 +216,15 @@ impl Pager {
             }
             None => Stats::private().map_err(system("map the counters"))?,
         };
+        let trace = match &config.trace {
+            Some(prefix) => match Recorder::create(prefix, region.numbers()) {
+                Ok(recorder) => Some(recorder),
+                // A forked child goes on without a trace.
+                Err(_) if inheritance.is_some() => None,
+                Err(error) => return Err(system("create the trace of the faults")(error)),
+            },
+            None => None,
+        };
         drop(blocked);
         stats.set(Counter::ChunkBytes, transport.chunk_bytes() as u64);
         stats.set(Counter::DirectProcesses, transport.stats().is_direct.into());
@@ -223,6 +235,7 @@ impl Pager {
             uffd,
             pages: Pages::new(table, memory, backing, stats, sizes, fingerprints),
             unreadable: Mutex::new(unreadable),
+            trace,
             space: Mutex::new(space),
             advice,
             advised_out: Mutex::default(),

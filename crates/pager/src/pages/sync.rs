@@ -36,6 +36,9 @@ pub struct Request {
     /// True if the page must be served beyond the bound: the thread is forking, and no page can be
     /// taken out until the fork is over.
     pub over_limit: bool,
+    /// True if no other page is mapped or read with this one: a trace of the faults must show the
+    /// accesses to the others.
+    pub alone: bool,
 }
 
 /// Result of one attempt to serve a fault.
@@ -121,7 +124,7 @@ impl<M: Memory> Pages<M> {
         let left = request.bounds.end.saturating_sub(page.0).max(1);
         let room = state.room();
         let plenty = room > state.limit / 4;
-        let block = if plenty { BLOCK_PAGES - page.0 % BLOCK_PAGES } else { 1 };
+        let block = if plenty && !request.alone { BLOCK_PAGES - page.0 % BLOCK_PAGES } else { 1 };
         let room = room.min(map.max(block)).min(left).max(u32::from(request.over_limit));
         if room > 0 {
             // These pages count as present from now on.
@@ -414,7 +417,7 @@ impl Request {
             thread: self.thread,
             page: self.page,
             bounds: self.bounds.clone(),
-            advice: self.advice,
+            advice: if self.alone { Advice::Random } else { self.advice },
             found,
         })
     }

@@ -126,6 +126,7 @@ fn small() -> Setup {
         resizes: 0,
         pins: 0,
         inherits: false,
+        alone: false,
         max_steps: 20_000,
     }
 }

@@ -69,6 +69,7 @@ pub(crate) fn setup(kind: Kind, seed: u64) -> Setup {
         resizes: 0,
         pins: 0,
         inherits: false,
+        alone: random.once_in(8),
         max_steps: 200_000,
     };
     let threads = random.within(1..=3);

@@ -44,6 +44,8 @@ pub(crate) struct Setup {
     pub pins: u32,
     /// The process is a promoted child: some of its pages are in its parent's slots.
     pub inherits: bool,
+    /// Each fault maps one page, as with a trace.
+    pub alone: bool,
     pub max_steps: u32,
 }
 
