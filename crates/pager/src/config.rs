@@ -11,6 +11,9 @@
 //! | `GRANARY_OVERFLOW_DIR` | directory of the overflow file (default `$TMPDIR`, then /var/tmp) |
 //! | `GRANARY_ALLOW_UNPAGED` | `1`: programs that cannot be paged, or could stop the pager, run anyway |
 //! | `GRANARY_PAGES` | `auto`, `move` or `copy`: see [`Pages`] |
+//! | `GRANARY_POLICY` | which resident pages are evicted first (default `contest`): see [`crate::policy`] |
+//!
+//! `granary run` reads the last two from its own environment ([`Config::read_choices`]).
 //!
 //! Programs that a paged program starts inherit these variables and `LD_PRELOAD`. So they are paged
 //! too, each process with its own bound.
@@ -18,6 +21,7 @@
 use std::path::PathBuf;
 
 use crate::Error;
+use crate::policy::{Name, UnknownPolicy};
 
 /// Smallest accepted bound, in bytes. The frames take a part of the bound
 /// ([`crate::pages::Sizes`]). The rest must hold all pages that one system call over many buffers needs at once; otherwise the
@@ -25,6 +29,8 @@ use crate::Error;
 pub const LOCAL_BYTES_MIN: u64 = 4 << 20;
 
 const DIRECT: &str = "GRANARY_DIRECT";
+const PAGES: &str = "GRANARY_PAGES";
+const POLICY: &str = "GRANARY_POLICY";
 
 /// Exit status of a program whose pages are lost because the pool is gone.
 pub const EXIT_POOL_GONE: i32 = 117;
@@ -78,6 +84,8 @@ pub struct Config {
     pub allow_unpaged: bool,
     /// The way in which pages get into and out of the program's memory.
     pub pages: Pages,
+    /// Which resident pages are evicted first.
+    pub policy: Name,
 }
 
 impl Config {
@@ -93,6 +101,7 @@ impl Config {
             overflow_directory: default_overflow_directory(),
             allow_unpaged: false,
             pages: Pages::Auto,
+            policy: Name::default(),
         }
     }
 
@@ -123,15 +132,31 @@ impl Config {
             config.overflow_directory = directory.into();
         }
         config.allow_unpaged = get("GRANARY_ALLOW_UNPAGED").is_some_and(|value| value == "1");
-        if let Some(pages) = get("GRANARY_PAGES") {
-            config.pages = Pages::from_name(&pages).ok_or_else(|| Error::Setting {
-                name: "GRANARY_PAGES",
-                value: pages,
+        config.read_choices(get)?;
+        config.check()?;
+        Ok(Some(config))
+    }
+
+    /// Reads the choices of methods that have no option in `granary run`.
+    ///
+    /// # Errors
+    /// [`Error::Setting`] for an unknown name.
+    pub fn read_choices(&mut self, get: impl Fn(&str) -> Option<String>) -> Result<(), Error> {
+        if let Some(value) = get(PAGES) {
+            self.pages = Pages::from_name(&value).ok_or_else(|| Error::Setting {
+                name: PAGES,
+                value,
                 why: "expected auto, move or copy".into(),
             })?;
         }
-        config.check()?;
-        Ok(Some(config))
+        if let Some(value) = get(POLICY) {
+            self.policy = value.parse().map_err(|error: UnknownPolicy| Error::Setting {
+                name: POLICY,
+                value,
+                why: error.to_string(),
+            })?;
+        }
+        Ok(())
     }
 
     /// Returns the environment that [`Config::from_environment`] reads.
@@ -142,7 +167,8 @@ impl Config {
             (DIRECT, if self.is_direct { "1" } else { "0" }.into()),
             ("GRANARY_REGION", self.region_bytes.to_string().into()),
             ("GRANARY_OVERFLOW_DIR", self.overflow_directory.clone().into()),
-            ("GRANARY_PAGES", self.pages.name().into()),
+            (PAGES, self.pages.name().into()),
+            (POLICY, self.policy.text().into()),
         ];
         if let Some(directory) = &self.run_directory {
             variables.push(("GRANARY_RUN_DIR", directory.clone().into()));
@@ -211,6 +237,7 @@ mod tests {
         config.overflow_directory = "/somewhere".into();
         config.allow_unpaged = true;
         config.pages = Pages::Copy;
+        config.policy = Name::Random;
         let variables = config.to_environment();
         let get = |name: &str| {
             let found = variables.iter().find(|(key, _)| *key == name);
@@ -221,15 +248,22 @@ mod tests {
     }
 
     #[test]
-    fn unknown_way_of_pages_is_refused_with_the_known_ways() {
-        let get = |name: &str| match name {
-            "GRANARY_LOCAL" => Some("64MiB".to_string()),
-            "GRANARY_POOL" => Some("memory:1GiB".to_string()),
-            "GRANARY_PAGES" => Some("swap".to_string()),
-            _ => None,
+    fn unknown_choices_are_refused_with_the_known_ones() {
+        let refused = |name: &str, value: &str| {
+            let get = |asked: &str| match asked {
+                "GRANARY_LOCAL" => Some("64MiB".to_string()),
+                "GRANARY_POOL" => Some("memory:1GiB".to_string()),
+                _ => (asked == name).then(|| value.to_string()),
+            };
+            Config::from_environment(get).unwrap_err().to_string()
         };
-        let error = Config::from_environment(get).unwrap_err().to_string();
-        assert_eq!(error, "GRANARY_PAGES=swap: expected auto, move or copy");
+        let pages = refused("GRANARY_PAGES", "swap");
+        assert_eq!(pages, "GRANARY_PAGES=swap: expected auto, move or copy");
+        assert_eq!(
+            refused("GRANARY_POLICY", "lru"),
+            "GRANARY_POLICY=lru: expected fifo, segmented, random, bip, stream, s3fifo, duel or \
+             contest"
+        );
     }
 
     #[test]

@@ -58,7 +58,6 @@ mod presence;
 mod priority;
 pub mod region;
 mod remap;
-pub mod residency;
 pub mod run;
 mod seal;
 pub mod shelf;

@@ -28,6 +28,7 @@ use crate::memory::linux::LinuxMemory;
 use crate::node_sockets::Sockets;
 use crate::page_table::PageTable;
 use crate::pages::{Pages, Sizes};
+use crate::policy::Name;
 use crate::pool_transport;
 use crate::region::{RangeSet, Region, Space};
 use crate::stats::{Counter, Stats};
@@ -72,6 +73,9 @@ fn measure_at_exit() {
 /// Attempted operation in the error that a limit of the address space causes.
 const ADDRESS_SPACE: &str = "reserve address space (RLIMIT_AS and RLIMIT_DATA, ulimit -v and -d, \
                              must be unlimited before a paged program starts)";
+
+/// Seed of the replacement policy: always the same, so that a run can be repeated.
+const POLICY_SEED: u64 = 1;
 
 /// Resources from which a pager is assembled.
 pub(crate) struct PagerParts {
@@ -197,6 +201,10 @@ impl Pager {
         };
         let too_small = Error::LocalTooSmall { bytes: config.local_bytes };
         let sizes = Sizes::new(config.local_bytes).with_frames(frames.frames).ok_or(too_small)?;
+        let sizes = match config.policy {
+            Name::Segmented => sizes.with_keep(config.policy.shelf_pages(sizes.limit)),
+            _ => sizes,
+        };
         let memory = LinuxMemory::new(uffd.clone(), &region, sizes.positions, config.pages)?;
         let sizes = sizes.with_slack(memory.slack_pages());
         let sizes = Sizes { limit: sizes.limit.min(region.pages()), ..sizes };
@@ -229,11 +237,15 @@ impl Pager {
         stats.set(Counter::ChunkBytes, transport.chunk_bytes() as u64);
         stats.set(Counter::DirectProcesses, transport.stats().is_direct.into());
         let fingerprints = Fingerprints::new().map_err(system("get random numbers"))?;
+        let policy = config
+            .policy
+            .policy(sizes.limit, table.len() as u32, POLICY_SEED)
+            .map_err(system("map the order of eviction"))?;
         let backing = Backing::new(transport, config.overflow_directory.clone(), inheritance);
         Ok(Arc::new(Self {
             config: config.clone(),
             uffd,
-            pages: Pages::new(table, memory, backing, stats, sizes, fingerprints),
+            pages: Pages::new(table, memory, backing, stats, sizes, fingerprints, policy),
             unreadable: Mutex::new(unreadable),
             trace,
             space: Mutex::new(space),

@@ -51,9 +51,12 @@ impl Case {
         costs: &Costs,
     ) -> Self {
         let limit = ((u64::from(pages) * u64::from(percent) / 100) as u32).max(1);
+        let end = accesses.iter().map(|access| access.page + 1).max().unwrap_or(1);
         let outcome = |policy: &Name| {
             let shelf = policy.shelf_pages(limit);
-            let mut state = policy.policy(limit.saturating_sub(shelf).max(1), SEED);
+            let mut state = policy
+                .policy(limit.saturating_sub(shelf).max(1), end, SEED)
+                .expect("address space for one bit of each page");
             (*policy, replay(accesses, &mut state, limit, shelf, costs))
         };
         Self {

@@ -9,7 +9,7 @@
 //!   fault brings 4 pages, and the next 16, then 64. From the third on, the pages were brought in
 //!   time, and each page costs the time to copy and map it. Pages of the window that are resident
 //!   are skipped, and the stream continues at the next page that is not.
-//! - When a stream goes on to a window, the one before is left behind.
+//! - When a stream goes on to a window, the one before the last two is left behind.
 //!
 //! Pages that a window brings in vain cost as much as the others, and take room.
 
@@ -122,6 +122,9 @@ struct Stream {
     step: i64,
     /// Pages of the last window.
     window: u32,
+    /// The two windows before the last one, the newer first. As the prefetcher does, a stream
+    /// reports a window only after two others, because a loop may look back a little.
+    left: [Option<Run>; 2],
     used: u64,
 }
 
@@ -147,7 +150,7 @@ pub(super) struct Seen {
     pub step: i64,
     /// True if the stream had brought the faulting page in time.
     pub in_time: bool,
-    /// The window that the stream has left.
+    /// The window that the stream has left, two others ago.
     pub left: Option<Run>,
 }
 
@@ -174,7 +177,8 @@ impl Streams {
             stream.used = clock;
             let behind = i64::from(start) - stream.step * i64::from(last);
             let low = if stream.step > 0 { behind } else { i64::from(start) + 1 };
-            let left = u32::try_from(low).ok().map(|start| Run { start, pages: last });
+            let [newer, left] = stream.left;
+            stream.left = [u32::try_from(low).ok().map(|start| Run { start, pages: last }), newer];
             stream.next = stream.step(page, stream.window).unwrap_or(0);
             return Seen { window: stream.window, step: stream.step, in_time: last > 1, left };
         }
@@ -197,7 +201,8 @@ impl Streams {
     /// Adds the candidates of a fault that continues no stream: one upwards, one downwards.
     fn start(&mut self, thread: u32, page: u32) {
         for step in [1, -1] {
-            let stream = Stream { thread, next: page, step, window: 1, used: self.clock };
+            let (left, used) = ([None; 2], self.clock);
+            let stream = Stream { thread, next: page, step, window: 1, left, used };
             let Some(next) = stream.step(page, 1) else { continue };
             let stream = Stream { next, ..stream };
             let own = self.streams.iter().filter(|stream| stream.thread == thread).count();
@@ -361,10 +366,6 @@ pub fn replay(
             }
         }
         model.bring(&window);
-        if model.policy.pages() > 2 * limit {
-            let pages = &model.pages;
-            model.policy.sweep(&mut |page| pages[page as usize].place == Place::Resident);
-        }
     }
     model.outcome.with_costs(costs)
 }
@@ -379,7 +380,8 @@ mod tests {
     }
 
     fn fifo(accesses: &[Access], limit: u32, shelf: u32, costs: &Costs) -> Outcome {
-        replay(accesses, &mut Name::Fifo.policy(limit - shelf, 0), limit, shelf, costs)
+        let mut policy = Name::Fifo.policy(limit - shelf, 200_010, 0).unwrap();
+        replay(accesses, &mut policy, limit, shelf, costs)
     }
 
     #[test]

@@ -177,6 +177,7 @@ impl Run {
         };
         let mut config = Config { is_direct, ..Config::new(self.local.bytes(), pool_address) };
         config.allow_unpaged = self.allow_unpaged;
+        config.read_choices(|name| std::env::var(name).ok())?;
         // Absolute, because a process of the program may change its working directory first.
         config.trace = self.trace.as_ref().map(std::path::absolute).transpose()?;
         let directory = RunDirectory::create()?;

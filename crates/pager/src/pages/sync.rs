@@ -8,7 +8,8 @@ use crate::backing;
 use crate::memory::{Memory, Position, Stop};
 use crate::page_table::{Entry, PageId, State as PageState};
 use crate::pages::flight::Late;
-use crate::pages::{Hand, Pages, State};
+use crate::pages::{Hand, Pages, State, is_recent};
+use crate::policy::{Policy, Run};
 use crate::shelf::{Record, Use};
 use crate::slots::SlotId;
 use crate::stats::Counter;
@@ -207,7 +208,7 @@ impl<M: Memory> Pages<M> {
                 hand.woken.push(page);
             }
         }
-        state.queue.push(&self.table, first, mapped);
+        state.note_arrived(first, mapped);
         drop(state);
         hand.woken.drain(..).for_each(|page| self.memory.wake(page, 1));
         self.stats.add(Counter::PagesZeroed, u64::from(mapped));
@@ -255,7 +256,8 @@ impl<M: Memory> Pages<M> {
         state.resident += done.pages;
         state.shelf.set(position, if done.pages == 1 { Use::Empty } else { Use::Blank });
         if done.pages == 1 {
-            state.queue.push(&self.table, page, 1);
+            let recent = is_recent(state.stamp(), self.table.peek(page).evicted());
+            state.policy.refetched(Run { start: page.0, pages: 1 }, recent);
         }
         drop(state);
         self.stats.add(Counter::PagesWordMapped, u64::from(done.pages));
@@ -310,7 +312,7 @@ impl<M: Memory> Pages<M> {
         let (first, from, count) = self.lock_beside(hand, state, (page, entry), position, plan);
         drop(guard);
         let done = self.memory.put_in(from, first, count);
-        self.settle_restored(hand, first, done.pages);
+        self.settle_restored(hand, done.pages);
         // With a backward run, the page of the fault is the last one.
         if page.0 < first.0 + done.pages { Attempt::Served(done.pages) } else { Attempt::Refault }
     }
@@ -362,16 +364,17 @@ impl<M: Memory> Pages<M> {
     }
 
     /// Stores the entries of the BUSY pages in `hand.run`, of which the first `mapped` are mapped.
-    fn settle_restored(&self, hand: &mut Hand, first: PageId, mapped: u32) {
+    fn settle_restored(&self, hand: &mut Hand, mapped: u32) {
         let mut guard = self.state();
         let state = &mut *guard;
+        self.note_restored(state, &hand.run[..mapped as usize]);
         hand.woken.clear();
         let mut restored = 0;
         for (at, &(page, entry)) in hand.run.iter().enumerate() {
             let entry = if at < mapped as usize {
                 let position = Position(entry.position().expect("a shelved page has a position"));
-                let Record { slot, window, .. } = *state.shelf.record(position);
-                restored += u64::from(window.is_none());
+                let Record { slot, was_read, .. } = *state.shelf.record(position);
+                restored += u64::from(!was_read);
                 let slot = match state.shelf.used(position) {
                     Use::Writing(flight, at) => {
                         state.flights.note_mapped(flight, at);
@@ -389,10 +392,28 @@ impl<M: Memory> Pages<M> {
             }
         }
         state.resident += mapped;
-        state.queue.push(&self.table, first, mapped);
         drop(guard);
         hand.woken.drain(..).for_each(|page| self.memory.wake(page, 1));
         self.stats.add(Counter::PagesRestored, restored);
+    }
+
+    /// Tells the policy which pages of a run that is mapped now were still on the shelf since they
+    /// were taken out, and which were read.
+    fn note_restored(&self, state: &mut State, mapped: &[(PageId, Entry)]) {
+        let now = state.stamp();
+        let State { shelf, policy, .. } = state;
+        // For a page that was read, whether it had been taken out a short time before.
+        let read = |entry: Entry| {
+            let position = Position(entry.position().expect("a shelved page has a position"));
+            shelf.record(position).was_read.then(|| is_recent(now, entry.evicted()))
+        };
+        for part in mapped.chunk_by(|(_, a), (_, b)| read(*a) == read(*b)) {
+            let run = Run { start: part[0].0.0, pages: part.len() as u32 };
+            match read(part[0].1) {
+                Some(recent) => policy.refetched(run, recent),
+                None => policy.restored(run),
+            }
+        }
     }
 
     /// Starts the windows of a plan.
@@ -413,12 +434,16 @@ impl<M: Memory> Pages<M> {
 
 impl Request {
     fn plan(&self, state: &mut State, found: Found) -> Plan {
-        state.streams.fault(&Fault {
+        let plan = state.streams.fault(&Fault {
             thread: self.thread,
             page: self.page,
             bounds: self.bounds.clone(),
             advice: if self.alone { Advice::Random } else { self.advice },
             found,
-        })
+        });
+        if let Some(left) = &plan.behind {
+            state.policy.left_behind(Run { start: left.start, pages: left.end - left.start });
+        }
+        plan
     }
 }

@@ -14,10 +14,11 @@
 
 use std::collections::HashMap;
 use std::hash::BuildHasherDefault;
+use std::io;
 
 use units::Random;
 
-use super::runs::{BlockHasher, LeftWindows, PageSet, Queued, RunQueue};
+use super::runs::{LeftWindows, PageHasher, PageSet, RunQueue, compact};
 use super::{Policy, RUN_PAGES, Run};
 
 /// A rule that names victims.
@@ -78,6 +79,9 @@ pub struct Contest {
     /// Windows that were left, the oldest first. Their pages are in the other queues too.
     left: LeftWindows,
     since_victim: u32,
+    /// Victims that were returned since pages arrived last. If the main queue has only pages that
+    /// cannot leave, new ones must.
+    returned: u32,
     /// `points[a][b]`: how often a victim of rule `a` was needed after that of rule `b`.
     points: [[f32; RULES.len()]; RULES.len()],
     /// Index of the followed rule.
@@ -91,36 +95,47 @@ pub struct Contest {
     /// Index of the contest that is held.
     current: usize,
     /// The contest and the rule of each remembered page.
-    victims: HashMap<u32, (usize, usize), BuildHasherDefault<BlockHasher>>,
+    victims: HashMap<u32, (u8, u8), BuildHasherDefault<PageHasher>>,
 }
 
 impl Contest {
-    /// Creates an empty policy for `limit` pages.
-    pub fn new(limit: u32, seed: u64) -> Self {
-        Self::with(SETTINGS, limit, seed)
+    /// Creates an empty policy for `limit` pages with numbers below `end`.
+    ///
+    /// # Errors
+    /// Errors of mapping memory.
+    pub fn new(limit: u32, end: u32, seed: u64) -> io::Result<Self> {
+        Self::with(SETTINGS, limit, end, seed)
     }
 
     /// Creates a policy with other settings, for comparison.
-    pub fn with(settings: Settings, limit: u32, seed: u64) -> Self {
-        Self {
+    ///
+    /// # Errors
+    /// Errors of mapping memory.
+    pub fn with(settings: Settings, limit: u32, end: u32, seed: u64) -> io::Result<Self> {
+        // The remembered pages are at most as many as the limit.
+        let contests = (limit as usize / 128).clamp(16, CONTESTS_MAX);
+        let victims = contests * RULES.len() * settings.pages as usize;
+        Ok(Self {
             settings,
             limit,
             random: Random::new(seed),
-            set: PageSet::default(),
-            main: RunQueue::default(),
-            new: RunQueue::default(),
-            left: LeftWindows::default(),
+            set: PageSet::new(end)?,
+            main: RunQueue::new(limit),
+            new: RunQueue::new(limit),
+            left: LeftWindows::new(),
             since_victim: u32::MAX,
+            returned: 0,
             points: [[0.0; RULES.len()]; RULES.len()],
             followed: RULES.iter().position(|rule| *rule == settings.first).unwrap_or(0),
             runs: 0,
             evicted: 0,
             turns: Vec::with_capacity(RULES.len()),
-            // The remembered pages are at most as many as the limit.
-            contests: vec![[None; RULES.len()]; (limit as usize / 128).clamp(16, CONTESTS_MAX)],
+            contests: vec![[None; RULES.len()]; contests],
             current: 0,
-            victims: HashMap::default(),
-        }
+            // A map that is at most half full never allocates: it reuses the places of removed
+            // entries.
+            victims: HashMap::with_capacity_and_hasher(2 * victims, BuildHasherDefault::default()),
+        })
     }
 
     /// Returns the rule that names most victims.
@@ -133,25 +148,17 @@ impl Contest {
     }
 
     fn add(&mut self, run: Run) {
+        self.returned = 0;
         let is_full = self.since_victim <= (self.limit / 8).max(4 * RUN_PAGES);
         self.since_victim = self.since_victim.saturating_add(run.pages);
         let queue = if is_full { &mut self.new } else { &mut self.main };
         self.set.insert(run, |part| queue.push(part, 0));
-        self.compact();
-    }
-
-    fn compact(&mut self) {
-        if self.main.len() + self.new.len() > 2 * self.set.len() + 16 * RUN_PAGES {
-            let mut left = self.set.clone();
-            self.main.compact(&mut left);
-            self.new.compact(&mut left);
-        }
     }
 
     /// Gives points for pages that the program needs again.
     fn needed(&mut self, run: Run) {
         for page in run.start..run.end() {
-            let Some(&(contest, rule)) = self.victims.get(&page) else { continue };
+            let Some((contest, rule)) = self.victim(page) else { continue };
             self.forget(contest, rule);
             for (other, later) in self.contests[contest].iter().enumerate() {
                 if later.is_some() {
@@ -159,6 +166,11 @@ impl Contest {
                 }
             }
         }
+    }
+
+    /// Returns the contest and the rule of a remembered page.
+    fn victim(&self, page: u32) -> Option<(usize, usize)> {
+        self.victims.get(&page).map(|&(contest, rule)| (contest.into(), rule.into()))
     }
 
     fn forget(&mut self, contest: usize, rule: usize) {
@@ -206,7 +218,7 @@ impl Contest {
         // In place of an old run, as many new pages are kept.
         let mut moved = 0;
         while moved < run.pages && self.new.len() > self.window() {
-            let Queued { run, credit } = self.new.pop()?;
+            let (run, credit) = self.new.pop()?;
             moved += run.pages;
             let main = &mut self.main;
             self.set.each_part(run, |part| main.push(part, credit));
@@ -227,10 +239,22 @@ impl Policy for Contest {
 
     fn restored(&mut self, run: Run) {
         self.needed(run);
+        self.returned = 0;
         self.since_victim = self.since_victim.saturating_add(run.pages);
         let main = &mut self.main;
         self.set.insert(run, |part| main.push(part, 1));
-        self.compact();
+    }
+
+    fn returned(&mut self, run: Run) {
+        self.returned = self.returned.saturating_add(run.pages);
+        // A page that cannot leave says nothing about the rule that named it.
+        for page in run.start..run.end() {
+            if let Some((contest, rule)) = self.victim(page) {
+                self.forget(contest, rule);
+            }
+        }
+        let main = &mut self.main;
+        self.set.insert(run, |part| main.push(part, 0));
     }
 
     fn left_behind(&mut self, run: Run) {
@@ -238,8 +262,8 @@ impl Policy for Contest {
     }
 
     fn removed(&mut self, run: Run) {
-        self.set.remove(run, |_| ());
-        self.compact();
+        self.set.remove(run);
+        compact(&mut self.set, &mut self.main, &mut self.new);
     }
 
     fn victim_run(&mut self, max: u32) -> Option<Run> {
@@ -256,11 +280,14 @@ impl Policy for Contest {
             victim = self.take(RULES[rule], max.min(self.settings.pages));
             if let Some(run) = victim {
                 self.contests[self.current][rule] = Some(run);
-                let place = (self.current, rule);
+                let place = (self.current as u8, rule as u8);
                 for page in run.start..run.end() {
                     self.victims.insert(page, place);
                 }
             }
+        }
+        if victim.is_none() && self.returned > self.main.len() {
+            victim = self.new.take(&mut self.set, max);
         }
         let victim = victim
             .or_else(|| self.take(self.followed(), max))
@@ -268,6 +295,8 @@ impl Policy for Contest {
             .or_else(|| self.new.take(&mut self.set, max))?;
         self.runs += 1;
         self.evicted = self.evicted.saturating_add(victim.pages);
+        // The pages of a window that was left are stale in the queues now.
+        compact(&mut self.set, &mut self.main, &mut self.new);
         Some(victim)
     }
 
@@ -275,8 +304,15 @@ impl Policy for Contest {
         self.set.len()
     }
 
-    fn sweep(&mut self, resident: &mut dyn FnMut(u32) -> bool) {
-        self.set.retain(resident);
-        self.compact();
+    fn holds(&self, page: u32) -> bool {
+        self.set.has(page)
+    }
+}
+
+#[cfg(test)]
+impl Contest {
+    pub(super) fn capacity(&self) -> usize {
+        let queues = self.main.capacity() + self.new.capacity() + self.left.capacity();
+        queues + self.victims.capacity() + self.turns.capacity()
     }
 }

@@ -12,9 +12,11 @@
 //!
 //! When the rule of the last class changes, its pages keep their places.
 
+use std::io;
+
 use super::rules::{Rule, RuleQueue};
 use super::runs::blocks;
-use super::{Policy, Run};
+use super::{Policy, RUN_PAGES, Run};
 
 /// Costs in nanoseconds by which rules are compared. Only their ratios matter.
 const HARD_NS: u64 = 7600;
@@ -51,6 +53,10 @@ struct Class {
     touched: u64,
     /// Cost of late, in nanoseconds.
     cost: u64,
+    /// Victims of late that could not leave. They do not count as held, because otherwise a class
+    /// with more of them than its quota would name all further victims. Once as many as the class
+    /// holds were returned, it is the turn of the other classes.
+    returned: u32,
 }
 
 /// Classes of pages: the leaders, then the followers.
@@ -67,21 +73,26 @@ pub struct Duel {
 }
 
 impl Duel {
-    /// Creates a duel with the usual settings.
-    pub fn new(limit: u32, seed: u64) -> Self {
-        Self::with(SETTINGS, limit, seed)
+    /// Creates a duel with the usual settings, for `limit` pages with numbers below `end`.
+    ///
+    /// # Errors
+    /// Errors of mapping memory.
+    pub fn new(limit: u32, end: u32, seed: u64) -> io::Result<Self> {
+        Self::with(SETTINGS, limit, end, seed)
     }
 
     /// Creates a duel with other settings, for comparison.
-    pub fn with(settings: Settings, limit: u32, seed: u64) -> Self {
+    ///
+    /// # Errors
+    /// Errors of mapping memory.
+    pub fn with(settings: Settings, limit: u32, end: u32, seed: u64) -> io::Result<Self> {
         let rules = settings.leaders.iter().chain(settings.leaders.first());
-        let class = |(index, rule): (usize, &Rule)| Class {
-            queue: RuleQueue::new(*rule, limit, seed.wrapping_add(index as u64)),
-            touched: 0,
-            cost: 0,
+        let class = |(index, rule): (usize, &Rule)| {
+            let queue = RuleQueue::new(*rule, limit, end, seed.wrapping_add(index as u64))?;
+            Ok(Class { queue, touched: 0, cost: 0, returned: 0 })
         };
-        let classes = rules.enumerate().map(class).collect();
-        Self { settings, limit, seed, classes, touched: 0, followed: 0, faults: 0 }
+        let classes = rules.enumerate().map(class).collect::<io::Result<_>>()?;
+        Ok(Self { settings, limit, seed, classes, touched: 0, followed: 0, faults: 0 })
     }
 
     /// Returns the rule that the last class follows.
@@ -122,13 +133,30 @@ impl Duel {
             let rule = self.followed();
             self.classes.last_mut().expect("followers").queue.set_rule(rule);
         }
-        self.classes.iter_mut().for_each(|class| class.cost /= 2);
+        for class in &mut self.classes {
+            class.cost /= 2;
+            class.returned /= 2;
+        }
     }
 
-    /// Returns how many pages a class holds beyond its quota.
+    /// Returns the number of pages that a class should hold.
+    fn quota(&self, class: &Class) -> u32 {
+        (u64::from(self.limit) * class.touched / self.touched.max(1)) as u32
+    }
+
+    /// Returns how many pages that can leave a class holds beyond its quota.
     fn excess(&self, class: &Class) -> i64 {
-        let quota = u64::from(self.limit) * class.touched / self.touched.max(1);
-        i64::from(class.queue.pages()) - quota as i64
+        let held = i64::from(class.queue.pages()) - i64::from(class.returned);
+        held - i64::from(self.quota(class))
+    }
+
+    /// Returns the class that holds most beyond its quota, among those that have pages which were not
+    /// returned.
+    fn fullest(&self) -> Option<usize> {
+        let can_leave = |class: &Class| class.queue.pages() > class.returned;
+        (0..self.classes.len())
+            .filter(|index| can_leave(&self.classes[*index]))
+            .max_by_key(|index| self.excess(&self.classes[*index]))
     }
 }
 
@@ -162,6 +190,13 @@ impl Policy for Duel {
         self.count_fault();
     }
 
+    fn returned(&mut self, run: Run) {
+        self.each_class(run, |class, part| {
+            class.returned = class.returned.saturating_add(part.pages);
+            class.queue.returned(part);
+        });
+    }
+
     fn left_behind(&mut self, run: Run) {
         self.each_class(run, |class, part| class.queue.left_behind(part));
     }
@@ -175,23 +210,31 @@ impl Policy for Duel {
     }
 
     fn victim_run(&mut self, max: u32) -> Option<Run> {
-        let fullest = (0..self.classes.len())
-            .filter(|index| self.classes[*index].queue.pages() > 0)
-            .max_by_key(|index| self.excess(&self.classes[*index]))?;
+        let fullest = self.fullest().or_else(|| {
+            self.classes.iter_mut().for_each(|class| class.returned = 0);
+            self.fullest()
+        })?;
         let excess = self.excess(&self.classes[fullest]);
         let followers = fullest == self.settings.leaders.len();
         let max = if followers { max } else { max.min(excess.clamp(1, 64) as u32) };
-        let class = &mut self.classes[fullest];
-        let quota = i64::from(class.queue.pages()) - excess;
-        class.queue.set_limit(quota.max(1) as u32);
-        class.queue.victim_run(max)
+        let quota = self.quota(&self.classes[fullest]);
+        let queue = &mut self.classes[fullest].queue;
+        queue.set_limit(quota.max(1));
+        queue.victim_run(max)
     }
 
     fn pages(&self) -> u32 {
         self.classes.iter().map(|class| class.queue.pages()).sum()
     }
 
-    fn sweep(&mut self, resident: &mut dyn FnMut(u32) -> bool) {
-        self.classes.iter_mut().for_each(|class| class.queue.sweep(resident));
+    fn holds(&self, page: u32) -> bool {
+        self.classes[self.class_of(page / RUN_PAGES)].queue.holds(page)
+    }
+}
+
+#[cfg(test)]
+impl Duel {
+    pub(super) fn capacity(&self) -> usize {
+        self.classes.iter().map(|class| class.queue.capacity()).sum()
     }
 }

@@ -18,12 +18,11 @@
 //!
 //! All calls name runs of at most [`RUN_PAGES`] pages, because the kernel moves a run for little
 //! more than a page. A policy is deterministic: the same calls with the same seed give the same
-//! victims. It makes no system call and reads no clock. Its memory is proportional to the pages
-//! that it holds, and [`Policy::sweep`] bounds these.
+//! victims. It makes no system call, reads no clock, and allocates only when it is made and while
+//! more pages are resident than the limit allows.
 //!
-//! The pager owns the truth about residency. A page may leave without notice, and then its entry is
-//! stale: the policy may still name the page as a victim, and the pager skips it. A page may also
-//! arrive while the policy holds it; then it keeps its place.
+//! A policy holds exactly the pages that are resident and are not being taken out. A page may arrive
+//! while the policy holds it; then it keeps its place.
 
 pub mod contest;
 pub mod duel;
@@ -33,6 +32,7 @@ mod runs;
 mod tests;
 
 use std::fmt;
+use std::io;
 use std::str::FromStr;
 
 pub use self::contest::Contest;
@@ -71,26 +71,29 @@ pub trait Policy {
     /// Adds pages that were evicted and mapped back without I/O.
     fn restored(&mut self, run: Run);
 
+    /// Takes back victims that cannot be evicted now: they are in use, or a device has pinned them.
+    /// They go to the end of a queue, so that other pages are named before them.
+    fn returned(&mut self, run: Run);
+
     /// Reports the window that a sequential stream has just left. Its pages may be resident or not.
     fn left_behind(&mut self, _run: Run) {}
 
-    /// Removes pages that the program has dropped.
+    /// Removes pages that the program has dropped or has advised to take out.
     fn removed(&mut self, run: Run);
 
     /// Takes the next victims out of the policy: a run of at most `max` pages. `None` if the policy
     /// holds no page. `max` must not be 0.
     fn victim_run(&mut self, max: u32) -> Option<Run>;
 
-    /// Returns the number of pages that the policy holds, stale ones included.
+    /// Returns the number of pages that the policy holds.
     fn pages(&self) -> u32;
 
-    /// Removes stale pages: those for which `resident` returns false. The caller sweeps when
-    /// [`Policy::pages`] is over twice the limit.
-    fn sweep(&mut self, resident: &mut dyn FnMut(u32) -> bool);
+    /// Returns true if the policy holds the page.
+    fn holds(&self, page: u32) -> bool;
 }
 
-/// The name of a policy, as in `--policy NAME`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+/// The name of a policy, as in `GRANARY_POLICY=NAME`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Name {
     /// First in, first out.
     Fifo,
@@ -106,7 +109,9 @@ pub enum Name {
     S3Fifo,
     /// Classes of pages try the rules.
     Duel,
-    /// Victims of all rules are compared.
+    /// Victims of all rules are compared. The policy of least cost on the recorded traces
+    /// (`docs/results/policy.md`).
+    #[default]
     Contest,
 }
 
@@ -143,17 +148,20 @@ impl Name {
         (limit / share).max(1)
     }
 
-    /// Creates the policy for at most `limit` resident pages.
-    pub fn policy(self, limit: u32, seed: u64) -> AnyPolicy {
-        let rule = |rule| AnyPolicy::Rule(RuleQueue::new(rule, limit, seed));
+    /// Creates the policy for at most `limit` resident pages with numbers below `end`.
+    ///
+    /// # Errors
+    /// Errors of mapping memory.
+    pub fn policy(self, limit: u32, end: u32, seed: u64) -> io::Result<AnyPolicy> {
+        let rule = |rule| RuleQueue::new(rule, limit, end, seed).map(AnyPolicy::Rule);
         match self {
             Self::Fifo | Self::Segmented => rule(Rule::Fifo),
             Self::Random => rule(Rule::Random),
             Self::Bip => rule(Rule::Bip),
             Self::Stream => rule(Rule::Stream),
             Self::S3Fifo => rule(Rule::S3Fifo),
-            Self::Duel => AnyPolicy::Duel(Duel::new(limit, seed)),
-            Self::Contest => AnyPolicy::Contest(Contest::new(limit, seed)),
+            Self::Duel => Duel::new(limit, end, seed).map(AnyPolicy::Duel),
+            Self::Contest => Contest::new(limit, end, seed).map(AnyPolicy::Contest),
         }
     }
 }
@@ -166,17 +174,15 @@ impl fmt::Display for Name {
 
 /// Error: no policy has this name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "unknown policy {0:?}: expected fifo, segmented, random, bip, stream, s3fifo, duel or contest"
-)]
-pub struct UnknownPolicy(pub String);
+#[error("expected fifo, segmented, random, bip, stream, s3fifo, duel or contest")]
+pub struct UnknownPolicy;
 
 impl FromStr for Name {
     type Err = UnknownPolicy;
 
     fn from_str(text: &str) -> Result<Self, UnknownPolicy> {
         let found = Self::ALL.into_iter().find(|name| name.text() == text);
-        found.ok_or_else(|| UnknownPolicy(text.to_owned()))
+        found.ok_or(UnknownPolicy)
     }
 }
 
@@ -214,6 +220,10 @@ impl Policy for AnyPolicy {
         each!(self, policy => policy.restored(run));
     }
 
+    fn returned(&mut self, run: Run) {
+        each!(self, policy => policy.returned(run));
+    }
+
     fn left_behind(&mut self, run: Run) {
         each!(self, policy => policy.left_behind(run));
     }
@@ -230,7 +240,15 @@ impl Policy for AnyPolicy {
         each!(self, policy => policy.pages())
     }
 
-    fn sweep(&mut self, resident: &mut dyn FnMut(u32) -> bool) {
-        each!(self, policy => policy.sweep(resident));
+    fn holds(&self, page: u32) -> bool {
+        each!(self, policy => policy.holds(page))
+    }
+}
+
+#[cfg(test)]
+impl AnyPolicy {
+    /// Returns the number of entries for which there is memory.
+    pub(crate) fn capacity(&self) -> usize {
+        each!(self, policy => policy.capacity())
     }
 }

@@ -4,9 +4,11 @@
 //! a page goes, and from which the next victim comes. The rule can change at any time in constant
 //! time, and every page keeps its place: this is what [`super::duel`] needs.
 
+use std::io;
+
 use units::Random;
 
-use super::runs::{LeftWindows, PageSet, RunQueue};
+use super::runs::{LeftWindows, PageSet, RunQueue, compact};
 use super::{Policy, RUN_PAGES, Run};
 
 /// A rule of replacement.
@@ -20,7 +22,7 @@ pub enum Rule {
     /// takes a random old run's place. In a scan, the oldest run would be the next one that the
     /// program needs. A page that a soft fault has brought back goes round once more.
     Bip,
-    /// The window that a stream has left, after two further windows; else random.
+    /// The window that a stream has left; else random.
     Stream,
     /// S3-FIFO without hits (Yang et al., SOSP 2023): new pages leave first while they are over a
     /// tenth. Pages whose refetch comes soon after their eviction, and pages that a soft fault has
@@ -51,25 +53,32 @@ pub struct RuleQueue {
     left: LeftWindows,
     /// Pages that arrived since the last victim; over an eighth of the limit, memory has room.
     since_victim: u32,
+    /// Victims that were returned since pages arrived last. If the main queue has only pages that
+    /// cannot leave, new ones must.
+    returned: u32,
     /// Rule `bip`: kept pages, less the old pages that have left for them. A victim is a whole run,
     /// so the number can be negative.
     owed: i64,
 }
 
 impl RuleQueue {
-    /// Creates an empty queue for `limit` pages.
-    pub fn new(rule: Rule, limit: u32, seed: u64) -> Self {
-        Self {
+    /// Creates an empty queue for `limit` pages with numbers below `end`.
+    ///
+    /// # Errors
+    /// Errors of mapping memory.
+    pub fn new(rule: Rule, limit: u32, end: u32, seed: u64) -> io::Result<Self> {
+        Ok(Self {
             rule,
             limit,
             random: Random::new(seed),
-            set: PageSet::default(),
-            main: RunQueue::default(),
-            new: RunQueue::default(),
-            left: LeftWindows::default(),
+            set: PageSet::new(end)?,
+            main: RunQueue::new(limit),
+            new: RunQueue::new(limit),
+            left: LeftWindows::new(),
             since_victim: u32::MAX,
+            returned: 0,
             owed: 0,
-        }
+        })
     }
 
     /// Changes the rule. Pages keep their places.
@@ -91,6 +100,7 @@ impl RuleQueue {
     /// Adds a run that was not resident. `recent` as in [`Policy::refetched`].
     fn add(&mut self, run: Run, recent: bool) {
         let full = self.is_full();
+        self.returned = 0;
         self.since_victim = self.since_victim.saturating_add(run.pages);
         let is_new = match self.rule {
             Rule::Fifo | Rule::Random | Rule::Stream => false,
@@ -105,16 +115,6 @@ impl RuleQueue {
         let credit = u8::from(self.rule == Rule::S3Fifo && recent);
         let queue = if is_new { &mut self.new } else { &mut self.main };
         self.set.insert(run, |part| queue.push(part, credit));
-        self.compact();
-    }
-
-    /// Drops stale parts when they are more than the pages that count.
-    fn compact(&mut self) {
-        if self.main.len() + self.new.len() > 2 * self.set.len() + 16 * RUN_PAGES {
-            let mut left = self.set.clone();
-            self.main.compact(&mut left);
-            self.new.compact(&mut left);
-        }
     }
 
     fn take_random(&mut self, max: u32) -> Option<Run> {
@@ -146,13 +146,18 @@ impl Policy for RuleQueue {
 
     fn restored(&mut self, run: Run) {
         self.since_victim = self.since_victim.saturating_add(run.pages);
+        self.returned = 0;
         let credit = match self.rule {
             Rule::Fifo | Rule::Random | Rule::Stream => 0,
             Rule::Bip => 1,
             Rule::S3Fifo => CREDIT_MAX,
         };
         self.set.insert(run, |part| self.main.push(part, credit));
-        self.compact();
+    }
+
+    fn returned(&mut self, run: Run) {
+        self.returned = self.returned.saturating_add(run.pages);
+        self.set.insert(run, |part| self.main.push(part, 0));
     }
 
     fn left_behind(&mut self, run: Run) {
@@ -162,13 +167,14 @@ impl Policy for RuleQueue {
     }
 
     fn removed(&mut self, run: Run) {
-        self.set.remove(run, |_| ());
-        self.compact();
+        self.set.remove(run);
+        compact(&mut self.set, &mut self.main, &mut self.new);
     }
 
     fn victim_run(&mut self, max: u32) -> Option<Run> {
         self.since_victim = 0;
         let first = match self.rule {
+            _ if self.returned > self.main.len() => None,
             Rule::Fifo => None,
             Rule::S3Fifo if self.new.len() <= self.limit / 10 => self.main.take(&mut self.set, max),
             Rule::S3Fifo => None,
@@ -177,17 +183,26 @@ impl Policy for RuleQueue {
             Rule::Stream => self.left.take(&mut self.set, max).or_else(|| self.take_random(max)),
         };
         // After a change of the rule, pages that rule `bip` has left as new ones go first.
-        first
+        let victim = first
             .or_else(|| self.new.take(&mut self.set, max))
-            .or_else(|| self.main.take(&mut self.set, max))
+            .or_else(|| self.main.take(&mut self.set, max));
+        // The pages of a window that was left are stale in the queues now.
+        compact(&mut self.set, &mut self.main, &mut self.new);
+        victim
     }
 
     fn pages(&self) -> u32 {
         self.set.len()
     }
 
-    fn sweep(&mut self, resident: &mut dyn FnMut(u32) -> bool) {
-        self.set.retain(resident);
-        self.compact();
+    fn holds(&self, page: u32) -> bool {
+        self.set.has(page)
+    }
+}
+
+#[cfg(test)]
+impl RuleQueue {
+    pub(super) fn capacity(&self) -> usize {
+        self.main.capacity() + self.new.capacity() + self.left.capacity()
     }
 }

@@ -3,20 +3,40 @@
 //! They work on *blocks*, aligned groups of 64 pages: a run is cut where a block ends. A queue may
 //! hold stale parts, and the set says which pages count. So removing a page costs one operation on
 //! the set, and no search in a queue.
+//!
+//! All memory is allocated at the start, because the calls come from the fault path. [`room`] bounds
+//! the queues. They grow beyond it only if more pages are resident than the limit allows.
 
-use std::collections::{HashMap, VecDeque};
-use std::hash::{BuildHasherDefault, Hasher};
+use std::collections::VecDeque;
+use std::hash::Hasher;
+use std::io;
 
 use units::Random;
 
 use super::{RUN_PAGES, Run};
+use crate::page_table::Words;
 
-/// Hashes a block's number by one multiplication. The program chooses the numbers, and can only
+/// Stale pages of the queues that are always permitted.
+const STALE_PAGES: u32 = 16 * RUN_PAGES;
+
+/// Returns the number of pages in queues, stale ones included, from which on the queues are
+/// compacted, if `pages` pages count.
+pub(super) fn compact_from(pages: u32) -> u32 {
+    pages.saturating_add(pages / 2).saturating_add(STALE_PAGES)
+}
+
+/// Returns the number of runs for which a queue has memory from the start, if at most `limit` pages
+/// count. A run has at least one page.
+fn room(limit: u32) -> usize {
+    compact_from(limit) as usize + 2 * RUN_PAGES as usize
+}
+
+/// Hashes a page's number by one multiplication. The program chooses the numbers, and can only
 /// slow itself down with them.
 #[derive(Debug, Default)]
-pub(super) struct BlockHasher(u64);
+pub(super) struct PageHasher(u64);
 
-impl Hasher for BlockHasher {
+impl Hasher for PageHasher {
     fn write(&mut self, bytes: &[u8]) {
         bytes.iter().for_each(|byte| self.write_u32(u32::from(*byte)));
     }
@@ -62,95 +82,135 @@ fn runs_of(block: u32, mut bits: u64, mut visit: impl FnMut(Run)) {
     }
 }
 
-/// A set of pages, as one bit for each page of each block that has any.
-#[derive(Clone, Debug, Default)]
+/// A set of pages, as one bit for each page: two words for each block. The first word has the
+/// pages, the second one is used by [`compact`].
+#[derive(Debug)]
 pub(super) struct PageSet {
-    blocks: HashMap<u32, u64, BuildHasherDefault<BlockHasher>>,
+    words: Words,
     pages: u32,
 }
 
 impl PageSet {
+    /// Creates an empty set of pages below `end`.
+    pub fn new(end: u32) -> io::Result<Self> {
+        let blocks = end.div_ceil(RUN_PAGES) as usize;
+        Ok(Self { words: Words::new(2 * blocks)?, pages: 0 })
+    }
+
     /// Number of pages.
     pub fn len(&self) -> u32 {
         self.pages
     }
 
+    fn held(&self, block: u32) -> u64 {
+        self.words.get(2 * block as usize)
+    }
+
+    fn set_held(&mut self, block: u32, bits: u64) {
+        self.words.set(2 * block as usize, bits);
+    }
+
+    /// Returns true if the set has the page.
+    pub fn has(&self, page: u32) -> bool {
+        self.held(page / RUN_PAGES) >> (page % RUN_PAGES) & 1 == 1
+    }
+
     /// Adds a run, and calls `new` with its parts that were not in the set.
     pub fn insert(&mut self, run: Run, mut new: impl FnMut(Run)) {
         blocks(run, |block, part| {
-            let bits = bits_of(part);
-            let held = self.blocks.entry(block).or_default();
-            let added = bits & !*held;
-            *held |= bits;
+            let held = self.held(block);
+            let added = bits_of(part) & !held;
+            self.set_held(block, held | added);
             self.pages += added.count_ones();
             runs_of(block, added, &mut new);
         });
     }
 
-    /// Removes a run, and calls `gone` with its parts that were in the set.
-    pub fn remove(&mut self, run: Run, mut gone: impl FnMut(Run)) {
+    /// Removes a run.
+    pub fn remove(&mut self, run: Run) {
         blocks(run, |block, part| {
-            let bits = bits_of(part);
-            let Some(held) = self.blocks.get_mut(&block) else { return };
-            let removed = bits & *held;
-            *held &= !bits;
-            if *held == 0 {
-                self.blocks.remove(&block);
-            }
+            let held = self.held(block);
+            let removed = bits_of(part) & held;
+            self.set_held(block, held & !removed);
             self.pages -= removed.count_ones();
-            runs_of(block, removed, &mut gone);
         });
     }
 
     /// Calls `visit` with each part of a run that is in the set.
     pub fn each_part(&self, run: Run, mut visit: impl FnMut(Run)) {
-        blocks(run, |block, part| {
-            let held = bits_of(part) & self.blocks.get(&block).copied().unwrap_or(0);
-            runs_of(block, held, &mut visit);
-        });
+        blocks(run, |block, part| runs_of(block, bits_of(part) & self.held(block), &mut visit));
     }
 
     /// Returns the first part of a run that is in the set.
     pub fn first_part(&self, run: Run) -> Option<Run> {
         let mut first = None;
         blocks(run, |block, part| {
-            let held = bits_of(part) & self.blocks.get(&block).copied().unwrap_or(0);
-            runs_of(block, held, |part| first = first.or(Some(part)));
+            if first.is_none() {
+                let mut held = bits_of(part) & self.held(block);
+                // Only the lowest run of bits is needed.
+                held &= !(held.wrapping_add(held & held.wrapping_neg()) & held);
+                runs_of(block, held, |part| first = Some(part));
+            }
         });
         first
     }
 
-    /// Keeps only the pages for which `keep` returns true.
-    pub fn retain(&mut self, mut keep: impl FnMut(u32) -> bool) {
-        self.pages = 0;
-        self.blocks.retain(|block, held| {
-            let bits = *held;
-            for bit in (0..RUN_PAGES).filter(|bit| bits >> bit & 1 == 1) {
-                if !keep(block * RUN_PAGES + bit) {
-                    *held &= !(1 << bit);
-                }
-            }
-            self.pages += held.count_ones();
-            *held != 0
+    /// Marks the pages of a run, and calls `new` with its parts that are in the set and were not
+    /// marked.
+    fn mark(&mut self, run: Run, mut new: impl FnMut(Run)) {
+        blocks(run, |block, part| {
+            let at = 2 * block as usize + 1;
+            let marked = self.words.get(at);
+            let added = bits_of(part) & self.held(block) & !marked;
+            self.words.set(at, marked | added);
+            runs_of(block, added, &mut new);
         });
+    }
+
+    /// Removes the marks of the blocks of a run.
+    fn unmark(&mut self, run: Run) {
+        blocks(run, |block, _| self.words.set(2 * block as usize + 1, 0));
     }
 }
 
-/// A run in a queue, with the number of times that it goes round before it leaves.
+/// A run in a queue, with the number of times that it goes round before it leaves: 8 bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Queued {
-    pub run: Run,
-    pub credit: u8,
+    start: u32,
+    pages: u8,
+    credit: u8,
 }
 
-/// A queue of runs, which may have stale parts.
-#[derive(Debug, Default)]
+impl Queued {
+    fn new(run: Run, credit: u8) -> Self {
+        debug_assert!((1..=RUN_PAGES).contains(&run.pages), "{run:?}");
+        Self { start: run.start, pages: run.pages as u8, credit }
+    }
+
+    fn run(self) -> Run {
+        Run { start: self.start, pages: u32::from(self.pages) }
+    }
+}
+
+/// A queue of runs, which may have stale parts. No run crosses the end of a block.
+#[derive(Debug)]
 pub(super) struct RunQueue {
     runs: VecDeque<Queued>,
     pages: u32,
 }
 
 impl RunQueue {
+    /// Creates an empty queue, with memory for `limit` pages that count.
+    pub fn new(limit: u32) -> Self {
+        Self { runs: VecDeque::with_capacity(room(limit)), pages: 0 }
+    }
+
+    /// Returns the number of runs for which the queue has memory.
+    #[cfg(test)]
+    pub fn capacity(&self) -> usize {
+        self.runs.capacity()
+    }
+
     /// Number of pages, stale ones included.
     pub fn len(&self) -> u32 {
         self.pages
@@ -161,34 +221,28 @@ impl RunQueue {
         self.pages += run.pages;
         match self.runs.back_mut() {
             Some(last)
-                if last.run.end() == run.start
+                if last.run().end() == run.start
                     && !run.start.is_multiple_of(RUN_PAGES)
                     && last.credit == credit =>
             {
-                last.run.pages += run.pages;
+                last.pages += run.pages as u8;
             }
-            _ => self.runs.push_back(Queued { run, credit }),
+            _ => self.runs.push_back(Queued::new(run, credit)),
         }
     }
 
-    /// Removes the first run.
-    pub fn pop(&mut self) -> Option<Queued> {
+    /// Removes the first run. Returns it with its credit.
+    pub fn pop(&mut self) -> Option<(Run, u8)> {
         let first = self.runs.pop_front()?;
-        self.pages -= first.run.pages;
-        Some(first)
-    }
-
-    /// Puts the rest of a run back to the front.
-    fn unpop(&mut self, queued: Queued) {
-        self.pages += queued.run.pages;
-        self.runs.push_front(queued);
+        self.pages -= first.run().pages;
+        Some((first.run(), first.credit))
     }
 
     /// Removes the first run of at most `max` pages that are in `set`, and takes them from the set.
     /// Drops stale parts before it. A run with credit goes to the end and loses one.
     pub fn take(&mut self, set: &mut PageSet, max: u32) -> Option<Run> {
         loop {
-            let Queued { run, credit } = self.pop()?;
+            let (run, credit) = self.pop()?;
             let Some(part) = set.first_part(run) else { continue };
             if credit > 0 {
                 self.push(Run { start: part.start, pages: run.end() - part.start }, credit - 1);
@@ -197,9 +251,10 @@ impl RunQueue {
             let part = Run { pages: part.pages.min(max), ..part };
             if part.end() < run.end() {
                 let rest = Run { start: part.end(), pages: run.end() - part.end() };
-                self.unpop(Queued { run: rest, credit });
+                self.pages += rest.pages;
+                self.runs.push_front(Queued::new(rest, credit));
             }
-            set.remove(part, |_| ());
+            set.remove(part);
             return Some(part);
         }
     }
@@ -211,7 +266,7 @@ impl RunQueue {
         let tries = if self.runs.is_empty() { 0 } else { 2 * RUN_PAGES };
         for _ in 0..tries {
             let index = random.below(self.runs.len() as u64) as usize;
-            let parts = self.runs[index].run.pages.div_ceil(max);
+            let parts = self.runs[index].run().pages.div_ceil(max);
             if random.below(parts_max) < u64::from(parts) {
                 self.runs.swap(0, index);
                 break;
@@ -220,48 +275,79 @@ impl RunQueue {
         self.take(set, max)
     }
 
-    /// Drops stale parts, and all but the first part of a page. `left` starts as the pages that
-    /// count and loses those that the queue holds.
-    pub fn compact(&mut self, left: &mut PageSet) {
-        let runs = std::mem::take(&mut self.runs);
+    /// Drops stale parts, and all but the first part of a page. Marks the pages that are left.
+    fn compact(&mut self, set: &mut PageSet) {
         self.pages = 0;
-        for Queued { run, credit } in runs {
-            left.remove(run, |part| self.push(part, credit));
+        let before = self.runs.len();
+        let mut is_first = true;
+        for _ in 0..before {
+            let Some(queued) = self.runs.pop_front() else { break };
+            set.mark(queued.run(), |part| {
+                // Until then the last run is one of those that are still to be looked at.
+                if std::mem::take(&mut is_first) {
+                    self.pages += part.pages;
+                    self.runs.push_back(Queued::new(part, queued.credit));
+                } else {
+                    self.push(part, queued.credit);
+                }
+            });
         }
+    }
+
+    fn unmark(&self, set: &mut PageSet) {
+        self.runs.iter().for_each(|queued| set.unmark(queued.run()));
     }
 }
 
-/// Windows that streams leave before the oldest of them is evicted.
-const GRACE_WINDOWS: usize = 2;
+/// Drops the stale parts of two queues if there are many. Where both have a page, the first one
+/// keeps it.
+pub(super) fn compact(set: &mut PageSet, main: &mut RunQueue, new: &mut RunQueue) {
+    if main.len() + new.len() > compact_from(set.len()) {
+        main.compact(set);
+        new.compact(set);
+        main.unmark(set);
+        new.unmark(set);
+    }
+}
+
 /// Windows left behind that are remembered at most. Older ones are forgotten.
 const LEFT_MAX: usize = 64;
 
 /// Windows that streams have left, the oldest first. A page of them is in another queue too.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct LeftWindows(VecDeque<Run>);
 
 impl LeftWindows {
-    /// Adds a window.
-    pub fn push(&mut self, window: Run) {
-        self.0.push_back(window);
-        if self.0.len() > LEFT_MAX {
-            self.0.pop_front();
-        }
+    /// Creates an empty queue.
+    pub fn new() -> Self {
+        Self(VecDeque::with_capacity(LEFT_MAX))
     }
 
-    /// Takes at most `max` pages of the oldest window from the set, once [`GRACE_WINDOWS`] others
-    /// were left after it.
+    /// Adds a window.
+    pub fn push(&mut self, window: Run) {
+        if self.0.len() == LEFT_MAX {
+            self.0.pop_front();
+        }
+        self.0.push_back(window);
+    }
+
+    /// Takes at most `max` pages of the oldest window from the set.
     pub fn take(&mut self, set: &mut PageSet, max: u32) -> Option<Run> {
-        while self.0.len() > GRACE_WINDOWS {
+        loop {
             let window = self.0.pop_front()?;
             let Some(part) = set.first_part(window) else { continue };
             let part = Run { pages: part.pages.min(max), ..part };
             if part.end() < window.end() {
                 self.0.push_front(Run { start: part.end(), pages: window.end() - part.end() });
             }
-            set.remove(part, |_| ());
+            set.remove(part);
             return Some(part);
         }
-        None
+    }
+
+    /// Returns the number of windows for which there is memory.
+    #[cfg(test)]
+    pub fn capacity(&self) -> usize {
+        self.0.capacity()
     }
 }

@@ -17,6 +17,7 @@ use crate::memory::Position;
 use crate::memory::model::{Bytes, ModelMemory, Odds, WORDS};
 use crate::page_table::{Entry, PageId, PageTable, State as PageState};
 use crate::pages::{Hand, Pages, Sizes};
+use crate::policy::Name;
 use crate::shelf::{Use, holds_page};
 use crate::slots::{ChunkLocation, Place, SlotId, Source};
 use crate::stats::Stats;
@@ -44,6 +45,7 @@ pub(crate) struct Setup {
     pub pins: u32,
     /// The process is a promoted child: some of its pages are in its parent's slots.
     pub inherits: bool,
+    pub policy: Name,
     /// Each fault maps one page, as with a trace.
     pub alone: bool,
     pub max_steps: u32,
@@ -111,8 +113,10 @@ impl World {
         let inheritance = setup.inherits.then(|| Inheritance::served_by(|page| inherited(page).0));
         let backing = Backing::new(Box::new(pool.clone()), std::env::temp_dir(), inheritance);
         let prints = Fingerprints::new().expect("random numbers for the key");
+        let policy = setup.policy.policy(sizes.limit, pages, random(4).bits());
+        let policy = policy.expect("memory for the order of eviction");
         let world = Rc::new(Self {
-            pages: Pages::new(table, memory, backing, stats, sizes, prints),
+            pages: Pages::new(table, memory, backing, stats, sizes, prints, policy),
             pool,
             oracle: RefCell::new(Oracle::new(pages)),
             random: RefCell::new(random(3)),
