@@ -95,7 +95,8 @@ pub use pager::{Pager, current, set_current};
 /// It holds for a program whose own text, libraries and thread stacks are small. It consists of
 /// about 12 MiB of text and libraries that every process has, the preload library's text and heap,
 /// the stacks of the pager's threads, and the memory that the program allocated before the preload
-/// library was initialised. The page table adds 8 bytes for every page ever used (2 MiB for 1 GiB).
+/// library was initialised. The page table adds 8 bytes for every page ever used (2 MiB for 1 GiB),
+/// and the order of eviction at most 24 bytes for every page of the bound (6 MiB for 1 GiB).
 pub const CONSTANT_BYTES: u64 = 24 << 20;
 
 /// Errors of setting up a pager or starting a paged program.

@@ -207,7 +207,7 @@ mod tests {
         let directory = std::env::temp_dir().join(format!("granary-empty-{}", std::process::id()));
         fs::create_dir_all(&directory).unwrap();
         let prefix = directory.join("trace");
-        drop(Recorder::create(&prefix, 10).unwrap());
+        Recorder::create(&prefix, 10).unwrap();
         let ended = 1 << 23;
         fs::rename(with_suffix(&prefix, std::process::id()), with_suffix(&prefix, ended)).unwrap();
         assert!(finish(&prefix, &[ended]).unwrap().is_empty());

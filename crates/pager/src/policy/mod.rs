@@ -25,6 +25,8 @@
 //! while the policy holds it; then it keeps its place.
 
 pub mod contest;
+#[cfg(test)]
+pub(crate) mod counted;
 pub mod duel;
 pub mod rules;
 mod runs;
@@ -75,7 +77,8 @@ pub trait Policy {
     /// They go to the end of a queue, so that other pages are named before them.
     fn returned(&mut self, run: Run);
 
-    /// Reports the window that a sequential stream has just left. Its pages may be resident or not.
+    /// Reports pages that a sequential stream has left, and does not look back at any more. They
+    /// may be resident or not.
     fn left_behind(&mut self, _run: Run) {}
 
     /// Removes pages that the program has dropped or has advised to take out.
@@ -195,6 +198,9 @@ pub enum AnyPolicy {
     Duel(Duel),
     /// Victims of all rules are compared.
     Contest(Contest),
+    /// Another policy, whose calls are counted.
+    #[cfg(test)]
+    Counted(Box<counted::Counted>),
 }
 
 macro_rules! each {
@@ -203,6 +209,8 @@ macro_rules! each {
             AnyPolicy::Rule($policy) => $call,
             AnyPolicy::Duel($policy) => $call,
             AnyPolicy::Contest($policy) => $call,
+            #[cfg(test)]
+            AnyPolicy::Counted($policy) => $call,
         }
     };
 }

@@ -175,7 +175,7 @@ fn pages_that_cannot_leave_do_not_keep_others_from_leaving() {
         let mut policy = policy(name, 3);
         // Whole blocks, because the classes of `duel` are made of blocks.
         let blocks: Vec<u32> = (0..64).map(|at| at * 20).collect();
-        let is_pinned = |page: u32| page / 64 / 20 % 4 != 0;
+        let is_pinned = |page: u32| !(page / 64 / 20).is_multiple_of(4);
         let (pinned, others): (Vec<u32>, Vec<u32>) =
             blocks.iter().map(|block| block * 64).partition(|page| is_pinned(*page));
         pinned.iter().for_each(|page| policy.arrived(Run { start: *page, pages: 8 }));
@@ -205,11 +205,9 @@ fn bip_keeps_old_pages_while_new_ones_pass() {
     let limit = 4096;
     let mut bip = Name::Bip.policy(limit, END, 1).unwrap();
     let mut resident = HashSet::new();
-    let mut page = 0;
-    for _ in 0..20_000 {
+    for page in 0..20_000 {
         bip.arrived(Run { start: page, pages: 1 });
         resident.insert(page);
-        page += 1;
         while bip.pages() > limit {
             let run = bip.victim_run(64).unwrap();
             (run.start..run.end()).for_each(|page| assert!(resident.remove(&page)));
@@ -324,4 +322,34 @@ fn duel_follows_bip_in_a_cyclic_scan() {
         }
     }
     assert_eq!(duel.followed(), Rule::Bip);
+}
+
+/// Prints the time of the calls for a page that comes and one that goes.
+#[test]
+#[ignore = "a measurement"]
+fn cost_of_a_page() {
+    const LIMIT: u32 = 1 << 16;
+    for (what, run_pages) in [("single pages", 1), ("runs of 64", 64)] {
+        for name in Name::ALL {
+            let mut policy = name.policy(LIMIT, 4 * LIMIT, 1).unwrap();
+            let mut random = units::Random::new(1);
+            let (mut start, mut pages) = (std::time::Instant::now(), 0u32);
+            while pages < 64 * LIMIT {
+                let at = random.below(u64::from(4 * LIMIT / run_pages)) as u32 * run_pages;
+                if policy.holds(at) {
+                    continue;
+                }
+                policy.refetched(Run { start: at, pages: run_pages }, at.is_multiple_of(8));
+                while policy.pages() > LIMIT {
+                    policy.victim_run(16);
+                }
+                pages += run_pages;
+                if pages == 8 * LIMIT {
+                    start = std::time::Instant::now();
+                }
+            }
+            let ns = start.elapsed().as_nanos() / u128::from(56 * LIMIT);
+            println!("{what}, {name}: {ns} ns a page");
+        }
+    }
 }

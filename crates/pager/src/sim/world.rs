@@ -17,7 +17,8 @@ use crate::memory::Position;
 use crate::memory::model::{Bytes, ModelMemory, Odds, WORDS};
 use crate::page_table::{Entry, PageId, PageTable, State as PageState};
 use crate::pages::{Hand, Pages, Sizes};
-use crate::policy::Name;
+use crate::policy::counted::{Calls, Counted};
+use crate::policy::{AnyPolicy, Name};
 use crate::shelf::{Use, holds_page};
 use crate::slots::{ChunkLocation, Place, SlotId, Source};
 use crate::stats::Stats;
@@ -114,7 +115,8 @@ impl World {
         let backing = Backing::new(Box::new(pool.clone()), std::env::temp_dir(), inheritance);
         let prints = Fingerprints::new().expect("random numbers for the key");
         let policy = setup.policy.policy(sizes.limit, pages, random(4).bits());
-        let policy = policy.expect("memory for the order of eviction");
+        let policy = Counted::new(policy.expect("memory for the order of eviction"));
+        let policy = AnyPolicy::Counted(Box::new(policy));
         let world = Rc::new(Self {
             pages: Pages::new(table, memory, backing, stats, sizes, prints, policy),
             pool,
@@ -249,6 +251,13 @@ impl World {
         }
     }
 
+    fn calls(&self) -> Calls {
+        match &self.pages.state().policy {
+            AnyPolicy::Counted(counted) => counted.calls,
+            policy => unreachable!("{policy:?} is not counted"),
+        }
+    }
+
     /// Returns what a slot contains.
     fn slot_content(&self, slot: SlotId) -> Box<Bytes> {
         match self.pages.slots().source(slot) {
@@ -331,6 +340,12 @@ pub(crate) struct Summary {
     pub written: u64,
     pub read: u64,
     pub read_ahead: u64,
+    /// Pages mapped back that had been taken out.
+    pub restored: u64,
+    /// Pages mapped that repeat a word.
+    pub words: u64,
+    /// Calls of the policy.
+    pub calls: Calls,
 }
 
 impl Summary {
@@ -341,6 +356,9 @@ impl Summary {
         self.written += other.written;
         self.read += other.read;
         self.read_ahead += other.read_ahead;
+        self.restored += other.restored;
+        self.words += other.words;
+        self.calls.add(&other.calls);
     }
 }
 
@@ -412,5 +430,8 @@ pub(crate) fn run(
         written: count(Counter::PagesOut),
         read: count(Counter::PagesIn),
         read_ahead: count(Counter::PagesReadAhead),
+        restored: count(Counter::PagesRestored),
+        words: count(Counter::PagesWordMapped),
+        calls: world.calls(),
     })
 }
