@@ -54,8 +54,8 @@ struct Class {
     /// Cost of late, in nanoseconds.
     cost: u64,
     /// Victims of late that could not leave. They do not count as held, because otherwise a class
-    /// with more of them than its quota would name all further victims. Once as many as the class
-    /// holds were returned, it is the turn of the other classes.
+    /// with more of them than its quota would name all further victims. The number may exceed that
+    /// of the class's pages: then the classes take turns.
     returned: u32,
 }
 
@@ -149,15 +149,6 @@ impl Duel {
         let held = i64::from(class.queue.pages()) - i64::from(class.returned);
         held - i64::from(self.quota(class))
     }
-
-    /// Returns the class that holds most beyond its quota, among those that have pages which were not
-    /// returned.
-    fn fullest(&self) -> Option<usize> {
-        let can_leave = |class: &Class| class.queue.pages() > class.returned;
-        (0..self.classes.len())
-            .filter(|index| can_leave(&self.classes[*index]))
-            .max_by_key(|index| self.excess(&self.classes[*index]))
-    }
 }
 
 /// Cost of a fault that mapped `pages` pages, in nanoseconds.
@@ -210,10 +201,9 @@ impl Policy for Duel {
     }
 
     fn victim_run(&mut self, max: u32) -> Option<Run> {
-        let fullest = self.fullest().or_else(|| {
-            self.classes.iter_mut().for_each(|class| class.returned = 0);
-            self.fullest()
-        })?;
+        let fullest = (0..self.classes.len())
+            .filter(|index| self.classes[*index].queue.pages() > 0)
+            .max_by_key(|index| self.excess(&self.classes[*index]))?;
         let excess = self.excess(&self.classes[fullest]);
         let followers = fullest == self.settings.leaders.len();
         let max = if followers { max } else { max.min(excess.clamp(1, 64) as u32) };

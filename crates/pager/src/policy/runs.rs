@@ -351,3 +351,46 @@ impl LeftWindows {
         self.0.capacity()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn compaction_keeps_the_order_of_pages_and_drops_stale_ones() {
+        let mut set = PageSet::new(1024).unwrap();
+        let (mut main, mut new) = (RunQueue::new(64), RunQueue::new(64));
+        let run = |start, pages| Run { start, pages };
+        // The last run would join the first one if that came behind it.
+        for (run, credit) in [(run(8, 8), 0), (run(100, 4), 1), (run(200, 8), 0), (run(0, 8), 0)] {
+            set.insert(run, |part| main.push(part, credit));
+        }
+        set.insert(run(300, 4), |part| new.push(part, 0));
+        new.push(run(100, 2), 0);
+        set.remove(run(202, 3));
+        for round in 0..3 {
+            let before = main.len() + new.len();
+            main.compact(&mut set);
+            new.compact(&mut set);
+            main.unmark(&mut set);
+            new.unmark(&mut set);
+            assert_eq!((main.len(), new.len()), (25, 4), "round {round}: {before} pages before");
+        }
+        let left: Vec<_> = std::iter::from_fn(|| main.pop()).collect();
+        let expected = [(8, 8, 0), (100, 4, 1), (200, 2, 0), (205, 3, 0), (0, 8, 0)];
+        assert_eq!(left, expected.map(|(start, pages, credit)| (run(start, pages), credit)));
+    }
+
+    #[test]
+    fn queues_with_many_stale_pages_are_compacted() {
+        let mut set = PageSet::new(1 << 20).unwrap();
+        let (mut main, mut new) = (RunQueue::new(64), RunQueue::new(64));
+        for at in 0..10 * STALE_PAGES {
+            let page = Run { start: 2 * at, pages: 1 };
+            set.insert(page, |part| main.push(part, 0));
+            set.remove(page);
+            compact(&mut set, &mut main, &mut new);
+            assert!(main.len() <= STALE_PAGES);
+        }
+    }
+}

@@ -283,6 +283,9 @@ impl World {
         trace(|| "all threads have ended".into());
         let mut hand = Hand::default();
         self.pages.wait_flights(&mut hand);
+        // As after the advice MADV_PAGEOUT.
+        let advised = self.random.borrow_mut().below(self.setup.pages + 1);
+        self.pages.take_out_range(&mut hand, 0..advised);
         // Some calls of `work` bring the present pages back to the limit.
         for _ in 0..100 {
             self.pages.work(&mut hand, 64);
