@@ -8,6 +8,7 @@
 //! | `packets` | packets of a QP's peer on another host | another connection works, other memory is unchanged, the NIC becomes idle |
 //! | `session` | packets and requests to the shared-memory port | every packet gets an answer; another session works |
 //! | `service` | packets to a memory node's socket | the memory node answers another client |
+//! | `trace` | a fault trace | decoding checks every field; an encoded trace decodes to the same events |
 //! | `hosts` | bytes to a memory node's TCP port | the memory node answers another host |
 
 pub mod engine;
@@ -16,6 +17,7 @@ mod input;
 pub mod packets;
 pub mod service;
 pub mod session;
+pub mod trace;
 pub mod wqe;
 
 pub use input::Input;

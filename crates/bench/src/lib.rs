@@ -16,6 +16,7 @@
 //! | [`fault`] | page faults: metrics, tables, pictures |
 //! | [`paged_fault`] | page faults of a paged program |
 //! | [`uffd_baseline`] | baseline of the pager: bare userfaultfd |
+//! | [`policy`] | replacement policies on fault traces |
 //! | [`paper`] | the papers' experiments, under virtual time and on this machine |
 
 pub mod access;
@@ -27,6 +28,7 @@ mod inline_client;
 pub mod paged_fault;
 pub mod paper;
 pub mod pingpong;
+pub mod policy;
 pub mod pool_access;
 pub mod recovery;
 pub mod timestamps;
@@ -66,6 +68,9 @@ pub enum Error {
     /// The simulation failed.
     #[error(transparent)]
     Simulation(#[from] sim::Error),
+    /// A fault trace is not usable.
+    #[error(transparent)]
+    Trace(#[from] pager::trace::TraceError),
     /// Userfaultfd is not permitted here.
     #[error(transparent)]
     Pager(#[from] pager::Error),

@@ -7,10 +7,15 @@
 //! | `GRANARY_DIRECT` | `1`: the memory node is private and passes on its chunk memory (`direct_transport`) |
 //! | `GRANARY_RUN_DIR` | directory of the counters' files; absent: counters are private |
 //! | `GRANARY_REGION` | bytes of address space to reserve (default 1 TiB) |
+//! | `GRANARY_TRACE` | path of a fault trace, to which `.PID` is added; absent: none ([`crate::trace`]) |
 //! | `GRANARY_OVERFLOW_DIR` | directory of the overflow file (default `$TMPDIR`, then /var/tmp) |
 //! | `GRANARY_ALLOW_UNPAGED` | `1`: programs that cannot be paged, or could stop the pager, run anyway |
 //! | `GRANARY_PAGES` | `auto`, `move` or `copy`: see [`Pages`] |
+//! | `GRANARY_POLICY` | the pages that are evicted first (default `contest`): see [`crate::policy`] |
 //! | `GRANARY_FAULT_TIMES` | file that tells `granary run` how frequent faults are (`awake`) |
+//!
+//! `granary run` reads `GRANARY_PAGES` and `GRANARY_POLICY` from its own environment
+//! ([`Config::read_choices`]).
 //!
 //! Programs that a paged program starts inherit these variables and `LD_PRELOAD`. So they are paged
 //! too, each process with its own bound.
@@ -18,6 +23,7 @@
 use std::path::PathBuf;
 
 use crate::Error;
+use crate::policy::{Name, UnknownPolicy};
 
 /// Smallest accepted bound, in bytes. The frames take a part of the bound
 /// ([`crate::pages::Sizes`]). The rest must hold all pages that one system call over many buffers
@@ -26,6 +32,8 @@ pub const LOCAL_BYTES_MIN: u64 = 4 << 20;
 
 const DIRECT: &str = "GRANARY_DIRECT";
 const FAULT_TIMES: &str = "GRANARY_FAULT_TIMES";
+const PAGES: &str = "GRANARY_PAGES";
+const POLICY: &str = "GRANARY_POLICY";
 
 /// Exit status of a program whose pages are lost because the pool is gone.
 pub const EXIT_POOL_GONE: i32 = 117;
@@ -69,6 +77,8 @@ pub struct Config {
     pub is_direct: bool,
     /// Directory of the counters' files.
     pub run_directory: Option<PathBuf>,
+    /// Path of the fault trace, without `.PID`. A traced process reads no page ahead.
+    pub trace: Option<PathBuf>,
     /// Bytes of address space to reserve.
     pub region_bytes: usize,
     /// Directory of the overflow file.
@@ -79,6 +89,8 @@ pub struct Config {
     pub pages: Pages,
     /// File in which the process records when its last fault was.
     pub fault_times: Option<PathBuf>,
+    /// Which resident pages are evicted first.
+    pub policy: Name,
 }
 
 impl Config {
@@ -89,11 +101,13 @@ impl Config {
             pool: pool.into(),
             is_direct: false,
             run_directory: None,
+            trace: None,
             region_bytes: 1 << 40,
             overflow_directory: default_overflow_directory(),
             allow_unpaged: false,
             pages: Pages::Auto,
             fault_times: None,
+            policy: Name::default(),
         }
     }
 
@@ -116,6 +130,8 @@ impl Config {
         let mut config = Self::new(size("GRANARY_LOCAL", &local)?, pool);
         config.is_direct = get(DIRECT).as_deref() == Some("1");
         config.run_directory = get("GRANARY_RUN_DIR").map(PathBuf::from);
+        config.fault_times = get(FAULT_TIMES).map(PathBuf::from);
+        config.trace = get("GRANARY_TRACE").map(PathBuf::from);
         if let Some(region) = get("GRANARY_REGION") {
             config.region_bytes = size("GRANARY_REGION", &region)? as usize;
         }
@@ -123,16 +139,31 @@ impl Config {
             config.overflow_directory = directory.into();
         }
         config.allow_unpaged = get("GRANARY_ALLOW_UNPAGED").is_some_and(|value| value == "1");
-        if let Some(pages) = get("GRANARY_PAGES") {
-            config.pages = Pages::from_name(&pages).ok_or_else(|| Error::Setting {
-                name: "GRANARY_PAGES",
-                value: pages,
+        config.read_choices(get)?;
+        config.check()?;
+        Ok(Some(config))
+    }
+
+    /// Reads the choices of methods that have no option in `granary run`.
+    ///
+    /// # Errors
+    /// [`Error::Setting`] for an unknown name.
+    pub fn read_choices(&mut self, get: impl Fn(&str) -> Option<String>) -> Result<(), Error> {
+        if let Some(value) = get(PAGES) {
+            self.pages = Pages::from_name(&value).ok_or_else(|| Error::Setting {
+                name: PAGES,
+                value,
                 why: "expected auto, move or copy".into(),
             })?;
         }
-        config.fault_times = get(FAULT_TIMES).map(PathBuf::from);
-        config.check()?;
-        Ok(Some(config))
+        if let Some(value) = get(POLICY) {
+            self.policy = value.parse().map_err(|error: UnknownPolicy| Error::Setting {
+                name: POLICY,
+                value,
+                why: error.to_string(),
+            })?;
+        }
+        Ok(())
     }
 
     /// Returns the environment that [`Config::from_environment`] reads.
@@ -143,7 +174,8 @@ impl Config {
             (DIRECT, if self.is_direct { "1" } else { "0" }.into()),
             ("GRANARY_REGION", self.region_bytes.to_string().into()),
             ("GRANARY_OVERFLOW_DIR", self.overflow_directory.clone().into()),
-            ("GRANARY_PAGES", self.pages.name().into()),
+            (PAGES, self.pages.name().into()),
+            (POLICY, self.policy.text().into()),
         ];
         if let Some(directory) = &self.run_directory {
             variables.push(("GRANARY_RUN_DIR", directory.clone().into()));
@@ -153,6 +185,9 @@ impl Config {
         }
         if self.allow_unpaged {
             variables.push(("GRANARY_ALLOW_UNPAGED", "1".into()));
+        }
+        if let Some(trace) = &self.trace {
+            variables.push(("GRANARY_TRACE", trace.clone().into()));
         }
         variables
     }
@@ -208,10 +243,12 @@ mod tests {
         let mut config = Config::new(64 << 20, "memory:1GiB");
         config.is_direct = true;
         config.run_directory = Some("/run/x".into());
+        config.trace = Some("/traces/x".into());
         config.overflow_directory = "/somewhere".into();
         config.allow_unpaged = true;
         config.pages = Pages::Copy;
         config.fault_times = Some("/proc/1/fd/9".into());
+        config.policy = Name::Random;
         let variables = config.to_environment();
         let get = |name: &str| {
             let found = variables.iter().find(|(key, _)| *key == name);
@@ -222,15 +259,22 @@ mod tests {
     }
 
     #[test]
-    fn unknown_way_of_pages_is_refused_with_the_known_ways() {
-        let get = |name: &str| match name {
-            "GRANARY_LOCAL" => Some("64MiB".to_string()),
-            "GRANARY_POOL" => Some("memory:1GiB".to_string()),
-            "GRANARY_PAGES" => Some("swap".to_string()),
-            _ => None,
+    fn unknown_choices_are_refused_with_the_known_ones() {
+        let refused = |name: &str, value: &str| {
+            let get = |asked: &str| match asked {
+                "GRANARY_LOCAL" => Some("64MiB".to_string()),
+                "GRANARY_POOL" => Some("memory:1GiB".to_string()),
+                _ => (asked == name).then(|| value.to_string()),
+            };
+            Config::from_environment(get).unwrap_err().to_string()
         };
-        let error = Config::from_environment(get).unwrap_err().to_string();
-        assert_eq!(error, "GRANARY_PAGES=swap: expected auto, move or copy");
+        let pages = refused("GRANARY_PAGES", "swap");
+        assert_eq!(pages, "GRANARY_PAGES=swap: expected auto, move or copy");
+        assert_eq!(
+            refused("GRANARY_POLICY", "lru"),
+            "GRANARY_POLICY=lru: expected fifo, segmented, random, bip, stream, s3fifo, duel or \
+             contest"
+        );
     }
 
     #[test]

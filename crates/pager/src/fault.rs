@@ -93,6 +93,9 @@ impl Pager {
             return 0;
         }
         self.stats().add(Counter::Faults, 1);
+        if let Some(trace) = &self.trace {
+            trace.record(page, fault.thread, fault.write);
+        }
         let request = Request {
             page,
             address: fault.address,
@@ -101,6 +104,7 @@ impl Pager {
             bounds: self.region.neighbours(page),
             advice: self.advice.of(page),
             over_limit: self.forks.is_forking_thread(fault.thread),
+            alone: self.trace.is_some(),
         };
         let (taken_out, writes) = (hand.taken_out, hand.waited_writes);
         let pages = self.pages.fault(hand, &request);

@@ -52,12 +52,12 @@ mod node_sockets;
 pub mod page_table;
 mod pager;
 pub mod pages;
+pub mod policy;
 pub mod pool_transport;
 mod presence;
 mod priority;
 pub mod region;
 mod remap;
-pub mod residency;
 pub mod run;
 mod seal;
 pub mod shelf;
@@ -70,6 +70,8 @@ pub mod store;
 pub mod stream;
 pub mod sys;
 mod threads;
+pub mod trace;
+mod trace_recorder;
 pub mod transport;
 pub mod uffd;
 pub mod unpaged;
@@ -93,7 +95,8 @@ pub use pager::{Pager, current, set_current};
 /// It holds for a program whose own text, libraries and thread stacks are small. It consists of
 /// about 12 MiB of text and libraries that every process has, the preload library's text and heap,
 /// the stacks of the pager's threads, and the memory that the program allocated before the preload
-/// library was initialised. The page table adds 8 bytes for every page ever used (2 MiB for 1 GiB).
+/// library was initialised. The page table adds 8 bytes for every page ever used (2 MiB for 1 GiB),
+/// and the order of eviction at most 24 bytes for every page of the bound (6 MiB for 1 GiB).
 pub const CONSTANT_BYTES: u64 = 24 << 20;
 
 /// Errors of setting up a pager or starting a paged program.
@@ -184,6 +187,9 @@ pub enum Error {
         /// The paths that were searched, separated by commas.
         looked: String,
     },
+    /// The fault trace of a run cannot be used.
+    #[error(transparent)]
+    Trace(#[from] trace::TraceError),
     /// Connecting to the pool, or allocating shared memory for it, failed.
     #[error("cannot use the pool: {0}")]
     Pool(#[from] pool::Error),

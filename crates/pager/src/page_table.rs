@@ -3,7 +3,7 @@
 //! ```text
 //!  63                    16 15     8  7    6    5    4    3    2   1  0
 //! +------------------------+---------+----+----+----+----+----+---+----+
-//! | slot or pos. (48 bit)  |    -    |pin | -  |slot|que |wait|bus|stat|
+//! | slot or pos. (48 bit)  | evicted |pin | -  |slot| -  |wait|bus|stat|
 //! +------------------------+---------+----+----+----+----+----+---+----+
 //! ```
 //!
@@ -21,7 +21,8 @@
 //! - A fault handler that finds a page busy sets WAIT and drops the fault. The thread that clears
 //!   BUSY and finds WAIT wakes the page's waiters, which then fault again. So handlers never block
 //!   on a page.
-//! - QUEUED is set if the residency queue holds the page, in any state.
+//! - EVICTED says when the page was last taken out, as a stamp of the replacement policy's caller.
+//!   The stamp is a hint, and stays through all states.
 //!
 //! The table is reserved memory that the kernel backs on first touch, so a program that uses little
 //! of the region needs little of the table. [`PageTable::touched`] skips parts that were never
@@ -58,9 +59,12 @@ pub struct Entry(u64);
 const STATE: u64 = 0b11;
 const BUSY: u64 = 1 << 2;
 const WAIT: u64 = 1 << 3;
-const QUEUED: u64 = 1 << 4;
 const SLOT: u64 = 1 << 5;
 const PINNED: u64 = 1 << 7;
+const EVICTED_SHIFT: u32 = 8;
+const EVICTED: u64 = 0xff << EVICTED_SHIFT;
+/// Bits that stay when BUSY is cleared.
+const KEPT: u64 = PINNED | EVICTED;
 const PAYLOAD_SHIFT: u32 = 16;
 const LOW: u64 = (1 << PAYLOAD_SHIFT) - 1;
 
@@ -106,9 +110,9 @@ impl Entry {
         self.0 & PINNED != 0
     }
 
-    /// Returns true if the residency queue holds the page.
-    pub fn is_queued(self) -> bool {
-        self.0 & QUEUED != 0
+    /// Returns the stamp of the last time at which the page was taken out.
+    pub fn evicted(self) -> u8 {
+        (self.0 >> EVICTED_SHIFT) as u8
     }
 
     /// Returns the slot of a remote or resident page.
@@ -248,7 +252,7 @@ impl PageTable {
         self.lock_with(page, std::thread::yield_now)
     }
 
-    /// Stores the new state and clears BUSY; QUEUED and PINNED stay. Returns true if a thread
+    /// Stores the new state and clears BUSY; PINNED and EVICTED stay. Returns true if a thread
     /// waits: the caller must wake the page.
     #[must_use]
     pub fn unlock(&self, page: PageId, new: Entry) -> bool {
@@ -257,7 +261,7 @@ impl PageTable {
         let mut now = entry.load(Ordering::Acquire);
         loop {
             assert!(now & BUSY != 0, "page {} is not busy", page.0);
-            let next = new.0 & !(BUSY | WAIT | QUEUED | PINNED) | now & (QUEUED | PINNED);
+            let next = new.0 & !(BUSY | WAIT | KEPT) | now & KEPT;
             match entry.compare_exchange_weak(now, next, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => break,
                 Err(other) => now = other,
@@ -266,15 +270,13 @@ impl PageTable {
         now & WAIT != 0
     }
 
-    /// Sets or clears QUEUED and returns the previous value.
-    pub fn set_queued(&self, page: PageId, queued: bool) -> bool {
+    /// Sets the stamp of the last time at which the page was taken out. The page is BUSY by this
+    /// thread.
+    pub fn set_evicted(&self, page: PageId, stamp: u8) {
         let entry = self.entry(page);
-        let before = if queued {
-            entry.fetch_or(QUEUED, Ordering::AcqRel)
-        } else {
-            entry.fetch_and(!QUEUED, Ordering::AcqRel)
-        };
-        before & QUEUED != 0
+        let change = u64::from(stamp ^ Entry(entry.load(Ordering::Acquire)).evicted());
+        // Only the holder of BUSY changes the stamp.
+        entry.fetch_xor(change << EVICTED_SHIFT, Ordering::AcqRel);
     }
 
     /// Sets or clears PINNED.
@@ -322,6 +324,52 @@ impl Drop for PageTable {
     }
 }
 
+/// A fixed array of 64-bit words. It starts as zeros, and the kernel backs it on first touch.
+pub struct Words {
+    start: *mut u64,
+    len: usize,
+}
+
+// SAFETY: the words belong to this value alone, and stay mapped until it is dropped.
+unsafe impl Send for Words {}
+// SAFETY: as above; a shared reference only reads.
+unsafe impl Sync for Words {}
+
+impl Words {
+    /// Creates an array of `len` words.
+    pub fn new(len: usize) -> io::Result<Self> {
+        let start = sys::map_anonymous(len.max(1) * 8)? as *mut u64;
+        Ok(Self { start, len })
+    }
+
+    /// Returns a word.
+    pub fn get(&self, index: usize) -> u64 {
+        assert!(index < self.len, "word {index} of {}", self.len);
+        // SAFETY: in bounds, and mapped as long as `self` exists.
+        unsafe { *self.start.add(index) }
+    }
+
+    /// Sets a word.
+    pub fn set(&mut self, index: usize, word: u64) {
+        assert!(index < self.len, "word {index} of {}", self.len);
+        // SAFETY: as above, and nothing else refers to the words.
+        unsafe { *self.start.add(index) = word }
+    }
+}
+
+impl std::fmt::Debug for Words {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Words({})", self.len)
+    }
+}
+
+impl Drop for Words {
+    fn drop(&mut self) {
+        // SAFETY: this value owns the words, and no reference outlives it.
+        let _ = unsafe { sys::unmap_anonymous(self.start as usize, self.len.max(1) * 8) };
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -353,15 +401,25 @@ mod tests {
     }
 
     #[test]
-    fn queued_and_pinned_bits_survive_transitions() {
+    fn stamp_and_pinned_bit_survive_transitions() {
         let table = PageTable::new(16).unwrap();
         let page = PageId(1);
-        assert!(!table.set_queued(page, true));
         table.set_pinned(page, true);
         table.lock(page);
-        let _ = table.unlock(page, Entry::resident(None));
-        assert!(table.load(page).is_queued() && table.load(page).is_pinned());
-        assert!(table.set_queued(page, false));
+        table.set_evicted(page, 0xa5);
+        table.set_evicted(page, 0xc3);
+        let _ = table.unlock(page, Entry::remote(7));
+        let entry = table.load(page);
+        assert_eq!((entry.evicted(), entry.is_pinned(), entry.slot()), (0xc3, true, Some(7)));
+    }
+
+    #[test]
+    fn words_start_as_zeros_and_keep_their_values() {
+        let mut words = Words::new(10_000).unwrap();
+        assert_eq!((words.get(0), words.get(9_999)), (0, 0));
+        words.set(9_999, 5);
+        assert_eq!((words.get(9_998), words.get(9_999)), (0, 5));
+        assert!(std::panic::catch_unwind(|| Words::new(10).unwrap().get(10)).is_err());
     }
 
     #[test]

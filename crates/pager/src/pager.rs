@@ -28,11 +28,13 @@ use crate::memory::linux::LinuxMemory;
 use crate::node_sockets::Sockets;
 use crate::page_table::PageTable;
 use crate::pages::{Pages, Sizes};
+use crate::policy::Name;
 use crate::pool_transport;
 use crate::region::{RangeSet, Region, Space};
 use crate::stats::{Counter, Stats};
 use crate::store::FileTransport;
 use crate::sys::{self, FileSizeSignalBlocked, PAGE_BYTES};
+use crate::trace_recorder::Recorder;
 use crate::transport::Transport;
 use crate::uffd::{Features, Uffd};
 use crate::unpaged::UnpagedMonitor;
@@ -72,6 +74,9 @@ fn measure_at_exit() {
 const ADDRESS_SPACE: &str = "reserve address space (RLIMIT_AS and RLIMIT_DATA, ulimit -v and -d, \
                              must be unlimited before a paged program starts)";
 
+/// Seed of the replacement policy: always the same, so that a run can be repeated.
+const POLICY_SEED: u64 = 1;
+
 /// Resources from which a pager is assembled.
 pub(crate) struct PagerParts {
     pub uffd: Arc<Uffd>,
@@ -90,6 +95,8 @@ pub struct Pager {
     pub(crate) config: Config,
     pub(crate) uffd: Arc<Uffd>,
     pub(crate) pages: Pages<LinuxMemory>,
+    /// Trace of the faults, if it was asked for.
+    pub(crate) trace: Option<Recorder>,
     space: Mutex<Space>,
     /// Advice of the program on its accesses.
     pub(crate) advice: Arc<AdviceMap>,
@@ -195,6 +202,10 @@ impl Pager {
         };
         let too_small = Error::LocalTooSmall { bytes: config.local_bytes };
         let sizes = Sizes::new(config.local_bytes).with_frames(frames.frames).ok_or(too_small)?;
+        let sizes = match config.policy {
+            Name::Segmented => sizes.with_keep(config.policy.shelf_pages(sizes.limit)),
+            _ => sizes,
+        };
         let memory = LinuxMemory::new(uffd.clone(), &region, sizes.positions, config.pages)?;
         let sizes = sizes.with_slack(memory.slack_pages());
         let sizes = Sizes { limit: sizes.limit.min(region.pages()), ..sizes };
@@ -214,10 +225,23 @@ impl Pager {
             }
             None => Stats::private().map_err(system("map the counters"))?,
         };
+        let trace = match &config.trace {
+            Some(prefix) => match Recorder::create(prefix, region.numbers()) {
+                Ok(recorder) => Some(recorder),
+                // A forked child goes on without a trace.
+                Err(_) if inheritance.is_some() => None,
+                Err(error) => return Err(system("create the trace of the faults")(error)),
+            },
+            None => None,
+        };
         drop(blocked);
         stats.set(Counter::ChunkBytes, transport.chunk_bytes() as u64);
         stats.set(Counter::DirectProcesses, transport.stats().is_direct.into());
         let fingerprints = Fingerprints::new().map_err(system("get random numbers"))?;
+        let policy = config
+            .policy
+            .policy(sizes.limit, table.len() as u32, POLICY_SEED)
+            .map_err(system("map the order of eviction"))?;
         let backing = Backing::new(transport, config.overflow_directory.clone(), inheritance);
         // Without the page, faults are only slower.
         let fault_times =
@@ -225,8 +249,9 @@ impl Pager {
         Ok(Arc::new(Self {
             config: config.clone(),
             uffd,
-            pages: Pages::new(table, memory, backing, stats, sizes, fingerprints),
+            pages: Pages::new(table, memory, backing, stats, sizes, fingerprints, policy),
             unreadable: Mutex::new(unreadable),
+            trace,
             space: Mutex::new(space),
             advice,
             advised_out: Mutex::default(),

@@ -18,6 +18,7 @@ use crate::config::Config;
 use crate::executable::{Kind, kind_of};
 use crate::stats::Summary;
 use crate::sys;
+use crate::trace_recorder;
 use crate::uffd::{Features, Uffd};
 
 /// File name of the preload library.
@@ -30,6 +31,8 @@ pub struct Ended {
     pub status: ExitStatus,
     /// Counters of the program and of all processes that it started.
     pub summary: Summary,
+    /// Fault traces of the processes, if `config.trace` asked for them.
+    pub traces: Vec<PathBuf>,
 }
 
 impl Ended {
@@ -79,7 +82,11 @@ pub fn run_in(
         .map_err(|source| Error::System { what: format!("run {}", program.display()), source })?;
     let summary = Summary::read(&directory.0)
         .map_err(|source| Error::System { what: "read the counters".into(), source })?;
-    Ok(Ended { status, summary })
+    let traces = match &config.trace {
+        Some(prefix) => trace_recorder::finish(prefix, &directory.processes())?,
+        None => Vec::new(),
+    };
+    Ok(Ended { status, summary, traces })
 }
 
 /// Builds the value of `LD_PRELOAD`: the preload library first, then the libraries of `before`.
@@ -101,6 +108,17 @@ impl RunDirectory {
     /// Returns the path, for [`Summary::read`] while the program runs.
     pub fn path(&self) -> &Path {
         &self.0
+    }
+
+    /// Returns the ids of the processes that have counters.
+    fn processes(&self) -> Vec<u32> {
+        let names = std::fs::read_dir(&self.0).into_iter().flatten().flatten();
+        let ids = names.filter_map(|entry| {
+            entry.file_name().to_str()?.strip_prefix("stats.")?.parse::<u32>().ok()
+        });
+        let mut ids: Vec<u32> = ids.collect();
+        ids.sort_unstable();
+        ids
     }
 
     /// Creates the directory.

@@ -58,9 +58,13 @@ pub struct Record {
     pub print: u128,
     /// Window by which the page was prefetched, until the page is mapped.
     pub window: Option<WindowId>,
+    /// True if the page was read from its slot, and not taken out of the program's memory.
+    pub was_read: bool,
 }
 
-const NO_RECORD: Record = Record { page: PageId(u32::MAX), slot: None, print: 0, window: None };
+/// The record of no page.
+pub const NO_RECORD: Record =
+    Record { page: PageId(u32::MAX), slot: None, print: 0, window: None, was_read: false };
 
 /// Index that ends a list.
 const NONE: u32 = u32::MAX;

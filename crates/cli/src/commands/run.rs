@@ -74,6 +74,11 @@ pub struct Run {
     #[arg(long, value_name = "FILE")]
     stats_json: Option<PathBuf>,
 
+    /// Record the page faults to FILE for granary bench policy; FILE.PID if several processes
+    /// fault. Nothing is read ahead meanwhile, so the program is slower. A fault takes 16 bytes
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+
     #[command(flatten)]
     metrics: MetricsPage,
 
@@ -172,6 +177,9 @@ impl Run {
         };
         let mut config = Config { is_direct, ..Config::new(self.local.bytes(), pool_address) };
         config.allow_unpaged = self.allow_unpaged;
+        config.read_choices(|name| std::env::var(name).ok())?;
+        // Absolute, because a process of the program may change its working directory first.
+        config.trace = self.trace.as_ref().map(std::path::absolute).transpose()?;
         let directory = RunDirectory::create()?;
         let (counters, node) =
             (directory.path().to_owned(), private.as_ref().map(NodeProcess::address));
@@ -184,6 +192,9 @@ impl Run {
         })?;
         let ended = pager::run::run_in(&directory, &config, program, arguments)?;
         drop(metrics);
+        if self.trace.is_some() && ended.traces.is_empty() {
+            eprintln!("granary: no trace was recorded: no process faulted on paged memory");
+        }
         if let Some(unpaged) = ended.summary.largest_unpaged()
             && is_much_unpaged(unpaged.bytes(), self.local.bytes())
         {

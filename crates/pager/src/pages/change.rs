@@ -74,6 +74,7 @@ impl<M: Memory> Pages<M> {
                 PageState::Absent => {}
                 PageState::Resident => {
                     state.resident -= 1;
+                    state.note_removed(page);
                     entry.slot().into_iter().for_each(|slot| self.free_slot(SlotId(slot)));
                 }
                 PageState::Remote => {
@@ -136,7 +137,10 @@ impl<M: Memory> Pages<M> {
             self.lock_absent(to);
             if entry.state() == PageState::Resident && !self.memory.relocate(from, to) {
                 // The program had dropped the page by a raw system call.
-                self.state().resident -= 1;
+                let mut state = self.state();
+                state.resident -= 1;
+                state.note_removed(from);
+                drop(state);
                 entry.slot().into_iter().for_each(|slot| self.free_slot(SlotId(slot)));
                 self.settle(to, Entry::ABSENT);
                 self.settle(from, Entry::ABSENT);
@@ -148,7 +152,8 @@ impl<M: Memory> Pages<M> {
                     state.shelf.record_mut(Position(position)).page = to;
                 }
                 if entry.state() == PageState::Resident {
-                    state.queue.push(&self.table, to, 1);
+                    state.note_removed(from);
+                    state.note_arrived(to, 1);
                 }
             }
             self.settle(to, entry);
@@ -193,7 +198,7 @@ impl<M: Memory> Pages<M> {
         {
             let mut state = self.state();
             state.resident += 1;
-            state.queue.push(&self.table, page, 1);
+            state.note_arrived(page, 1);
         }
         self.settle(page, Entry::resident(None));
     }
@@ -208,7 +213,7 @@ impl<M: Memory> Pages<M> {
         if entry.state() == PageState::Resident {
             let mut state = self.state();
             state.resident += 1;
-            state.queue.push(&self.table, page, 1);
+            state.note_arrived(page, 1);
         }
     }
 

@@ -3,12 +3,14 @@
 use crate::memory::{Memory, Position};
 use crate::page_table::{PageId, State as PageState};
 use crate::pages::Pages;
+use crate::policy::Policy;
 use crate::shelf::Use;
 
 impl<M: Memory> Pages<M> {
     /// Checks the invariants that hold whenever no thread works on pages:
     ///
-    /// - the number of resident pages is the number of resident entries;
+    /// - the number of resident pages is the number of resident entries, and the policy holds these
+    ///   pages and no others;
     /// - each shelved page has a position that names it, and each position that holds a page is
     ///   named by that page;
     /// - a clean position has a slot;
@@ -22,7 +24,10 @@ impl<M: Memory> Pages<M> {
                 let entry = self.table.load(page);
                 assert!(!entry.is_busy(), "{page:?} is busy: {entry:?}");
                 match entry.state() {
-                    PageState::Resident => resident += 1,
+                    PageState::Resident => {
+                        assert!(state.policy.holds(page.0), "{page:?} can be no victim: {entry:?}");
+                        resident += 1;
+                    }
                     PageState::Shelved => {
                         shelved += 1;
                         let position = Position(entry.position().expect("a position"));
@@ -34,6 +39,7 @@ impl<M: Memory> Pages<M> {
             }
         });
         assert_eq!(state.resident, resident, "resident pages");
+        assert_eq!(state.policy.pages(), resident, "pages that can be victims");
         let mut named = 0;
         for position in state.shelf.held() {
             let record = state.shelf.record(position);

@@ -233,7 +233,7 @@ impl<M: Memory> Pages<M> {
         let flight = state.flights.get(index);
         let entry = flight.entries.len() as u8;
         flight.entries.push(FlightEntry { position, slot, fate: Fate::Land });
-        let record = Record { page, slot: Some(slot), print: 0, window };
+        let record = Record { page, slot: Some(slot), print: 0, window, was_read: true };
         state.shelf.hold(position, Use::Fetching(index, entry), record);
         // A thread that found the page BUSY waits for this flight.
         if self.table.unlock(page, Entry::shelved(position.0)) {

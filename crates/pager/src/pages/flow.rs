@@ -24,7 +24,8 @@ use crate::fingerprint::Content;
 use crate::memory::{Memory, Position, Stop};
 use crate::page_table::{Entry, PageId, State as PageState};
 use crate::pages::{Pages, State};
-use crate::shelf::{Record, Use};
+use crate::policy::Policy;
+use crate::shelf::{NO_RECORD, Record, Use};
 use crate::slots::{SlotId, Source};
 use crate::stats::Counter;
 use crate::transport::FrameId;
@@ -249,7 +250,7 @@ impl<M: Memory> Pages<M> {
         true
     }
 
-    /// Takes out at most `max` resident pages, oldest first, and inspects them.
+    /// Takes out at most `max` resident pages, in the policy's order, and inspects them.
     pub fn take_out(&self, hand: &mut Hand, max: u32) -> TakenOut {
         let Some(_protection) = self.try_lock_protection() else { return TakenOut::None };
         if self.fork_waits.load(Ordering::Acquire) {
@@ -269,7 +270,10 @@ impl<M: Memory> Pages<M> {
                 let lock = |page| Some((page, self.table.try_lock(page, admit)?));
                 hand.run.clear();
                 hand.run.extend(pages.by_ref().filter_map(lock).take(BATCH_PAGES as usize));
-                self.place(hand, &mut self.state());
+                let mut state = self.state();
+                hand.run.iter().for_each(|&(page, _)| state.note_removed(page));
+                self.place(hand, &mut state);
+                drop(state);
                 self.take_chosen(hand);
             }
             while self.post_write(hand) > 0 {}
@@ -318,21 +322,20 @@ impl<M: Memory> Pages<M> {
         hand.run.clear();
         let mut guard = self.state();
         let state = &mut *guard;
-        state.queue.compact(&self.table, 2 * state.limit as usize);
         for _ in 0..max {
             let wanted = max - hand.run.len() as u32;
             if wanted == 0 {
                 break;
             }
-            let Some((start, pages)) = state.queue.pop(&self.table, wanted) else { break };
-            for page in (start.0..start.0 + pages).map(PageId) {
+            let Some(victims) = state.policy.victim_run(wanted) else { break };
+            for page in (victims.start..victims.end()).map(PageId) {
                 let admit = |e: Entry| e.state() == PageState::Resident && !e.is_pinned();
                 if let Some(entry) = self.table.try_lock(page, admit) {
                     hand.run.push((page, entry));
-                } else if self.table.load(page).state() == PageState::Resident
-                    || self.table.load(page).is_busy()
-                {
-                    state.queue.push(&self.table, page, 1);
+                } else {
+                    let entry = self.table.peek(page);
+                    debug_assert!(entry.is_busy() || entry.state() == PageState::Resident);
+                    state.note_returned(page);
                 }
             }
         }
@@ -359,7 +362,7 @@ impl<M: Memory> Pages<M> {
         }
         // Without an empty position, pages stay resident.
         for &(page, entry) in &hand.run[at..] {
-            state.queue.push(&self.table, page, 1);
+            state.note_returned(page);
             if self.table.unlock(page, entry) {
                 state.late_wakes.push(page);
             }
@@ -422,7 +425,7 @@ impl<M: Memory> Pages<M> {
         for &Taken { page, entry, position, content } in &hand.taken {
             let Some(content) = content else {
                 state.shelf.set(position, Use::Empty);
-                state.queue.push(&self.table, page, 1);
+                state.note_returned(page);
                 if self.table.unlock(page, entry) {
                     hand.woken.push(page);
                 }
@@ -430,6 +433,8 @@ impl<M: Memory> Pages<M> {
             };
             done += 1;
             state.resident -= 1;
+            self.table.set_evicted(page, state.stamp());
+            state.taken_out += 1;
             let entry = self.shelve(state, page, position, entry.slot().map(SlotId), content);
             if self.table.unlock(page, entry) {
                 hand.woken.push(page);
@@ -469,7 +474,7 @@ impl<M: Memory> Pages<M> {
                 let is_stored = slot.is_some_and(|slot| self.slots().print(slot) == Some(print));
                 let used = if is_stored { Use::Clean } else { Use::Dirty };
                 self.stats.add(Counter::PagesCleanEvicted, u64::from(is_stored));
-                state.shelf.hold(position, used, Record { page, slot, print, window: None });
+                state.shelf.hold(position, used, Record { page, slot, print, ..NO_RECORD });
                 return Entry::shelved(position.0);
             }
         };

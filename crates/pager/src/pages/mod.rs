@@ -54,7 +54,7 @@ use crate::fingerprint::Fingerprints;
 use crate::memory::Memory;
 use crate::page_table::{Entry, PageId, PageTable};
 use crate::point;
-use crate::residency::Residency;
+use crate::policy::{AnyPolicy, Policy, Run};
 use crate::shelf::Shelf;
 use crate::slots::{ChunkLocation, Emptied, SlotId, Slots};
 use crate::stats::{Counter, Stats};
@@ -78,8 +78,9 @@ pub use sync::Request;
 pub struct State {
     /// Positions and their pages.
     pub shelf: Shelf,
-    /// Resident pages, in the order in which they become victims.
-    pub queue: Residency,
+    /// Resident pages, in the order in which they become victims. A page that is being taken out
+    /// is not among them.
+    pub policy: AnyPolicy,
     /// Transfers in flight.
     pub flights: Flights,
     /// Prefetcher.
@@ -91,7 +92,15 @@ pub struct State {
     /// Pages whose waiting threads are woken after the lock is released. Otherwise the holder of
     /// the lock would make a system call for each wake-up.
     pub late_wakes: Vec<PageId>,
+    /// Pages that were taken out since the start.
+    taken_out: u64,
+    /// Pages that are taken out with the same stamp.
+    stamp_pages: u64,
 }
+
+/// Stamps in the taking out of as many pages as the limit. The page table has room for 256 stamps,
+/// so a page that was taken out long ago seldom looks as if it were recent.
+const RECENT_STAMPS: u8 = 8;
 
 impl State {
     /// Returns the number of present pages.
@@ -103,6 +112,34 @@ impl State {
     pub fn room(&self) -> u32 {
         self.limit.saturating_sub(self.present())
     }
+
+    /// Returns the stamp of pages that are taken out now.
+    fn stamp(&self) -> u8 {
+        (self.taken_out / self.stamp_pages) as u8
+    }
+
+    /// Tells the policy that pages are resident for the first time, or as zeros.
+    fn note_arrived(&mut self, first: PageId, pages: u32) {
+        if pages > 0 {
+            self.policy.arrived(Run { start: first.0, pages });
+        }
+    }
+
+    /// Tells the policy that a victim stays resident.
+    fn note_returned(&mut self, page: PageId) {
+        self.policy.returned(Run { start: page.0, pages: 1 });
+    }
+
+    /// Tells the policy that a page is not resident any more, and no victim of it.
+    fn note_removed(&mut self, page: PageId) {
+        self.policy.removed(Run { start: page.0, pages: 1 });
+    }
+}
+
+/// Returns true if about as many pages as the limit have not yet been taken out, up to stamp `now`,
+/// since a page with `stamp` was.
+fn is_recent(now: u8, stamp: u8) -> bool {
+    now.wrapping_sub(stamp) < RECENT_STAMPS
 }
 
 /// The pages of one process.
@@ -137,7 +174,7 @@ pub struct Pages<M: Memory> {
 }
 
 impl<M: Memory> Pages<M> {
-    /// Pages that are all absent.
+    /// Pages that are all absent. `policy` is made for as many pages as `sizes` and `table` have.
     pub fn new(
         table: PageTable,
         memory: M,
@@ -145,10 +182,11 @@ impl<M: Memory> Pages<M> {
         stats: Stats,
         sizes: Sizes,
         fingerprints: Fingerprints,
+        policy: AnyPolicy,
     ) -> Self {
         let state = State {
             shelf: Shelf::new(sizes.positions),
-            queue: Residency::default(),
+            policy,
             flights: Flights::new(&sizes),
             streams: Streams::new(stream::Settings {
                 window_pages: sizes.window,
@@ -157,6 +195,8 @@ impl<M: Memory> Pages<M> {
             resident: 0,
             limit: sizes.limit,
             late_wakes: Vec::new(),
+            taken_out: 0,
+            stamp_pages: u64::from(sizes.limit / u32::from(RECENT_STAMPS)).max(1),
         };
         let slots = Slots::new(backing.chunk_bytes());
         Self {

@@ -84,6 +84,14 @@ impl Sizes {
         (needed <= frames && frames <= local / 2).then(|| Self { limit: local - frames, ..self })
     }
 
+    /// Returns these sizes with a shelf that keeps at least `pages` clean pages, at most a quarter
+    /// of the limit.
+    pub fn with_keep(self, pages: u32) -> Self {
+        let keep = self.keep.max(pages.min(self.limit / 4));
+        let more = (keep - self.keep).next_multiple_of(64);
+        Self { keep, positions: self.positions + more, ..self }
+    }
+
     /// Returns these sizes with a limit that is lower by `pages`. Memory operations may hold that
     /// many pages for a moment in addition to the present ones.
     pub fn with_slack(self, pages: u32) -> Self {
@@ -105,6 +113,9 @@ mod tests {
                 "{sizes:?}"
             );
             assert!(sizes.limit > 2 * (sizes.stock + sizes.keep), "{sizes:?}");
+            let kept = sizes.with_keep(sizes.limit / 8);
+            assert!(kept.limit > 2 * (kept.stock + kept.keep), "{kept:?}");
+            assert!(kept.positions - kept.keep >= sizes.positions - sizes.keep, "{kept:?}");
             assert!(sizes.positions >= sizes.windows * sizes.window + 2 * sizes.stock, "{sizes:?}");
         }
     }

@@ -7,7 +7,8 @@ use crate::backing;
 use crate::memory::{Memory, Position, Stop};
 use crate::page_table::{Entry, PageId, State as PageState};
 use crate::pages::flight::Late;
-use crate::pages::{Hand, Pages, State};
+use crate::pages::{Hand, Pages, State, is_recent};
+use crate::policy::{Policy, Run};
 use crate::shelf::{Record, Use};
 use crate::slots::SlotId;
 use crate::stats::Counter;
@@ -35,6 +36,9 @@ pub struct Request {
     /// True if the page must be served beyond the bound. The thread is forking then, and no page
     /// can be taken out until the fork is over.
     pub over_limit: bool,
+    /// True if no other page is mapped or read with this one: a trace of the faults must show the
+    /// accesses to the others.
+    pub alone: bool,
 }
 
 /// Result of one attempt to serve a fault.
@@ -122,7 +126,7 @@ impl<M: Memory> Pages<M> {
         let left = request.bounds.end.saturating_sub(page.0).max(1);
         let room = state.room();
         let plenty = room > state.limit / 4;
-        let block = if plenty { BLOCK_PAGES - page.0 % BLOCK_PAGES } else { 1 };
+        let block = if plenty && !request.alone { BLOCK_PAGES - page.0 % BLOCK_PAGES } else { 1 };
         let room = room.min(map.max(block)).min(left).max(u32::from(request.over_limit));
         if room > 0 {
             // These pages count as present from now on.
@@ -205,7 +209,7 @@ impl<M: Memory> Pages<M> {
                 hand.woken.push(page);
             }
         }
-        state.queue.push(&self.table, first, mapped);
+        state.note_arrived(first, mapped);
         drop(state);
         hand.woken.drain(..).for_each(|page| self.memory.wake(page, 1));
         self.stats.add(Counter::PagesZeroed, u64::from(mapped));
@@ -253,7 +257,8 @@ impl<M: Memory> Pages<M> {
         state.resident += done.pages;
         state.shelf.set(position, if done.pages == 1 { Use::Empty } else { Use::Blank });
         if done.pages == 1 {
-            state.queue.push(&self.table, page, 1);
+            let recent = is_recent(state.stamp(), self.table.peek(page).evicted());
+            state.policy.refetched(Run { start: page.0, pages: 1 }, recent);
         }
         drop(state);
         self.stats.add(Counter::PagesWordMapped, u64::from(done.pages));
@@ -308,7 +313,7 @@ impl<M: Memory> Pages<M> {
         let (first, from, count) = self.lock_beside(hand, state, (page, entry), position, plan);
         drop(guard);
         let done = self.memory.put_in(from, first, count);
-        self.settle_restored(hand, first, done.pages);
+        self.settle_restored(hand, done.pages);
         // With a backward run, the page of the fault is the last one.
         if page.0 < first.0 + done.pages { Attempt::Served(done.pages) } else { Attempt::Refault }
     }
@@ -360,16 +365,17 @@ impl<M: Memory> Pages<M> {
     }
 
     /// Stores the entries of the BUSY pages in `hand.run`, of which the first `mapped` are mapped.
-    fn settle_restored(&self, hand: &mut Hand, first: PageId, mapped: u32) {
+    fn settle_restored(&self, hand: &mut Hand, mapped: u32) {
         let mut guard = self.state();
         let state = &mut *guard;
+        self.note_restored(state, &hand.run[..mapped as usize]);
         hand.woken.clear();
         let mut restored = 0;
         for (at, &(page, entry)) in hand.run.iter().enumerate() {
             let entry = if at < mapped as usize {
                 let position = Position(entry.position().expect("a shelved page has a position"));
-                let Record { slot, window, .. } = *state.shelf.record(position);
-                restored += u64::from(window.is_none());
+                let Record { slot, was_read, .. } = *state.shelf.record(position);
+                restored += u64::from(!was_read);
                 let slot = match state.shelf.used(position) {
                     Use::Writing(flight, at) => {
                         state.flights.note_mapped(flight, at);
@@ -387,10 +393,28 @@ impl<M: Memory> Pages<M> {
             }
         }
         state.resident += mapped;
-        state.queue.push(&self.table, first, mapped);
         drop(guard);
         hand.woken.drain(..).for_each(|page| self.memory.wake(page, 1));
         self.stats.add(Counter::PagesRestored, restored);
+    }
+
+    /// Tells the policy which pages of a run that is mapped now were still on the shelf since they
+    /// were taken out, and which were read.
+    fn note_restored(&self, state: &mut State, mapped: &[(PageId, Entry)]) {
+        let now = state.stamp();
+        let State { shelf, policy, .. } = state;
+        // For a page that was read, whether it had been taken out a short time before.
+        let read = |entry: Entry| {
+            let position = Position(entry.position().expect("a shelved page has a position"));
+            shelf.record(position).was_read.then(|| is_recent(now, entry.evicted()))
+        };
+        for part in mapped.chunk_by(|(_, a), (_, b)| read(*a) == read(*b)) {
+            let run = Run { start: part[0].0.0, pages: part.len() as u32 };
+            match read(part[0].1) {
+                Some(recent) => policy.refetched(run, recent),
+                None => policy.restored(run),
+            }
+        }
     }
 
     /// Starts the windows of a plan.
@@ -411,12 +435,16 @@ impl<M: Memory> Pages<M> {
 
 impl Request {
     fn plan(&self, state: &mut State, found: Found) -> Plan {
-        state.streams.fault(&Fault {
+        let plan = state.streams.fault(&Fault {
             thread: self.thread,
             page: self.page,
             bounds: self.bounds.clone(),
-            advice: self.advice,
+            advice: if self.alone { Advice::Random } else { self.advice },
             found,
-        })
+        });
+        if let Some(left) = &plan.behind {
+            state.policy.left_behind(Run { start: left.start, pages: left.end - left.start });
+        }
+        plan
     }
 }

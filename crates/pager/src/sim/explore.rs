@@ -10,6 +10,7 @@ use super::program::{Order, Program};
 use super::world::{self, Setup};
 use crate::memory::model::Odds;
 use crate::pages::Sizes;
+use crate::policy::Name;
 
 /// A decision of an order: one thread among those that could run.
 #[derive(Clone, Copy, Debug)]
@@ -127,6 +128,8 @@ fn small() -> Setup {
         resizes: 0,
         pins: 0,
         inherits: false,
+        policy: Name::default(),
+        alone: false,
         max_steps: 20_000,
     }
 }

@@ -5,6 +5,7 @@ use super::random::Random;
 use super::world::Setup;
 use crate::memory::model::Odds;
 use crate::pages::Sizes;
+use crate::policy::Name;
 
 /// A kind of worlds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,8 +70,13 @@ pub(crate) fn setup(kind: Kind, seed: u64) -> Setup {
         resizes: 0,
         pins: 0,
         inherits: false,
+        policy: Name::default(),
+        alone: false,
         max_steps: 200_000,
     };
+    // Every policy with as many seeds.
+    setup.policy = Name::ALL[(seed % Name::ALL.len() as u64) as usize];
+    setup.alone = Random::new(seed, 11).once_in(8);
     let threads = random.within(1..=3);
     let operations = random.within(20..=100);
     let mut program = Program { operations, writes: random.pick(&[1, 2, 4]), ..Program::default() };

@@ -37,6 +37,8 @@ mod world;
 
 use std::ops::Range;
 
+use crate::memory::model::Odds;
+use crate::policy::counted::Calls;
 use fiber::{Choice, Schedule};
 use kinds::Kind;
 use random::Random;
@@ -106,7 +108,7 @@ fn run_kind(kind: Kind) {
         }
     }
     if seeds.end - seeds.start >= 1_000 {
-        let Summary { steps, faults, taken_out, written, read, read_ahead } = sum;
+        let Summary { steps, faults, taken_out, written, read, read_ahead, .. } = sum;
         let least = [steps / 1_000, faults, taken_out, written, read, read_ahead];
         assert!(least.iter().all(|count| *count >= 100), "the seeds test little: {sum:?}");
     }
@@ -150,6 +152,32 @@ kinds! {
     pages_keep_their_content_with_a_small_shelf: SmallShelf,
     inherited_pages_keep_their_content: Inherits,
     pages_keep_their_content_in_all_events_together: All,
+}
+
+#[test]
+fn policy_is_told_where_each_mapped_page_was() {
+    let mut sum = Summary::default();
+    for seed in 0..200 {
+        let setup = kinds::setup(Kind::Random, seed);
+        // Each page that is read is mapped at once.
+        let (handlers, odds) = (1, Odds::default());
+        let setup = world::Setup { handlers, odds, inline: true, alone: true, ..setup };
+        let done = world::run(&setup, seed, &mut RandomOrder::new(seed)).unwrap();
+        assert_eq!(done.calls.refetched, done.read + done.words, "seed {seed}: {done:?}");
+        assert_eq!(done.calls.left_behind, 0, "seed {seed}: no stream is followed");
+        sum.add(&done);
+    }
+    // A page that was taken out was still on the shelf at some faults.
+    let Calls { arrived, refetched, recent, restored, .. } = sum.calls;
+    assert!(arrived.min(restored).min(recent).min(refetched - recent) >= 1_000, "{sum:?}");
+    assert_eq!(restored, sum.restored, "{sum:?}");
+}
+
+#[test]
+fn policy_is_told_what_streams_leave_behind() {
+    let mut sum = Summary::default();
+    (0..200).for_each(|seed| sum.add(&run_seed(Kind::Sequential, seed).unwrap()));
+    assert!(sum.calls.left_behind >= 1_000, "{sum:?}");
 }
 
 #[test]

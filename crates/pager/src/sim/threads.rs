@@ -77,6 +77,7 @@ fn serve(world: &World, hand: &mut Hand, page: PageId, thread: u32, write: bool)
         bounds: 0..world.setup.pages,
         advice: world.random.borrow_mut().pick(&advices),
         over_limit,
+        alone: world.setup.alone,
     };
     if over_limit {
         world.over_limit.set(world.over_limit.get() + 1);

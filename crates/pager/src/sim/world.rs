@@ -17,6 +17,8 @@ use crate::memory::Position;
 use crate::memory::model::{Bytes, ModelMemory, Odds, WORDS};
 use crate::page_table::{Entry, PageId, PageTable, State as PageState};
 use crate::pages::{Hand, Pages, Sizes};
+use crate::policy::counted::{Calls, Counted};
+use crate::policy::{AnyPolicy, Name};
 use crate::shelf::{Use, holds_page};
 use crate::slots::{ChunkLocation, Place, SlotId, Source};
 use crate::stats::Stats;
@@ -44,6 +46,9 @@ pub(crate) struct Setup {
     pub pins: u32,
     /// The process is a promoted child: some of its pages are in its parent's slots.
     pub inherits: bool,
+    pub policy: Name,
+    /// Each fault maps one page, as with a trace.
+    pub alone: bool,
     pub max_steps: u32,
 }
 
@@ -109,8 +114,11 @@ impl World {
         let inheritance = setup.inherits.then(|| Inheritance::served_by(|page| inherited(page).0));
         let backing = Backing::new(Box::new(pool.clone()), std::env::temp_dir(), inheritance);
         let prints = Fingerprints::new().expect("random numbers for the key");
+        let policy = setup.policy.policy(sizes.limit, pages, random(4).bits());
+        let policy = Counted::new(policy.expect("memory for the order of eviction"));
+        let policy = AnyPolicy::Counted(Box::new(policy));
         let world = Rc::new(Self {
-            pages: Pages::new(table, memory, backing, stats, sizes, prints),
+            pages: Pages::new(table, memory, backing, stats, sizes, prints, policy),
             pool,
             oracle: RefCell::new(Oracle::new(pages)),
             random: RefCell::new(random(3)),
@@ -243,6 +251,13 @@ impl World {
         }
     }
 
+    fn calls(&self) -> Calls {
+        match &self.pages.state().policy {
+            AnyPolicy::Counted(counted) => counted.calls,
+            policy => unreachable!("{policy:?} is not counted"),
+        }
+    }
+
     /// Returns the content of a slot.
     fn slot_content(&self, slot: SlotId) -> Box<Bytes> {
         match self.pages.slots().source(slot) {
@@ -268,6 +283,9 @@ impl World {
         trace(|| "all threads have ended".into());
         let mut hand = Hand::default();
         self.pages.wait_flights(&mut hand);
+        // As after the advice MADV_PAGEOUT.
+        let advised = self.random.borrow_mut().below(self.setup.pages + 1);
+        self.pages.take_out_range(&mut hand, 0..advised);
         // Some calls of `work` bring the present pages back to the limit.
         for _ in 0..100 {
             self.pages.work(&mut hand, 64);
@@ -325,6 +343,12 @@ pub(crate) struct Summary {
     pub written: u64,
     pub read: u64,
     pub read_ahead: u64,
+    /// Pages mapped back that had been taken out.
+    pub restored: u64,
+    /// Pages mapped that repeat a word.
+    pub words: u64,
+    /// Calls of the policy.
+    pub calls: Calls,
 }
 
 impl Summary {
@@ -335,6 +359,9 @@ impl Summary {
         self.written += other.written;
         self.read += other.read;
         self.read_ahead += other.read_ahead;
+        self.restored += other.restored;
+        self.words += other.words;
+        self.calls.add(&other.calls);
     }
 }
 
@@ -406,5 +433,8 @@ pub(crate) fn run(
         written: count(Counter::PagesOut),
         read: count(Counter::PagesIn),
         read_ahead: count(Counter::PagesReadAhead),
+        restored: count(Counter::PagesRestored),
+        words: count(Counter::PagesWordMapped),
+        calls: world.calls(),
     })
 }

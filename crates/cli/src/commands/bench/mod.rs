@@ -5,6 +5,7 @@ mod alloc;
 mod fault;
 mod paper;
 mod pingpong;
+mod policy;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -26,6 +27,7 @@ pub enum Bench {
     Fault(fault::Fault),
     Paper(paper::Paper),
     Pingpong(pingpong::Pingpong),
+    Policy(policy::Policy),
 }
 
 const EXAMPLES: &str = "\
@@ -34,6 +36,7 @@ Examples:
   granary bench alloc --nic shm --clients 1,8   allocation by the NIC against RPC
   granary bench pingpong --nic roce             messages between two processes
   granary bench fault --json                    page faults, results as JSON lines
+  granary bench policy *.trace                  replacement policies on fault traces
   granary bench paper finemem                   a paper's numbers beside ours";
 
 impl Bench {
@@ -44,6 +47,7 @@ impl Bench {
             Self::Fault(fault) => fault.run(),
             Self::Paper(paper) => paper.run(),
             Self::Pingpong(pingpong) => pingpong.run(),
+            Self::Policy(policy) => policy.run(),
         }
     }
 }
