@@ -1,10 +1,10 @@
-//! The handler: reads userfaultfd events, follows forks, and serves faults.
+//! The handlers: read userfaultfd events, follow forks, and serve faults.
 //!
-//! One handler thread serves all faults, on the core where they occur. At intervals the thread
-//! checks on which core the faulting thread last ran, and moves to that core (`CpuAffinity`). A
-//! wake-up on the same core costs a fraction of a wake-up on another core, above all in a virtual
-//! machine. There is only one handler, because each fault would wake all threads that read the
-//! userfaultfd.
+//! There is a handler thread for each core, at most [`HANDLERS_MAX`]. One of them, the leader, reads
+//! the events ([`crate::leadership`]). While one thread of the program faults, the leader serves
+//! all faults, on the core where they occur. At intervals a handler checks on which core the
+//! faulting thread last ran, and moves to that core (`CpuAffinity`). A wake-up on the same core
+//! costs a fraction of a wake-up on another core, above all in a virtual machine.
 //!
 //! [`crate::pages`] maps the page. Where the machine has no core for the worker thread, the handler
 //! does the worker's work in slices, after the faulting thread is awake.
@@ -13,8 +13,10 @@ use std::io;
 
 use crate::fork;
 use crate::pager::Pager;
+use crate::pages::sizes::DEMAND_FRAMES;
 use crate::pages::{Hand, Request};
 use crate::priority::HandlerPriority;
+use crate::spawn::spawn;
 use crate::stats::Counter;
 use crate::sys::{self, PAGE_BYTES};
 use crate::uffd::{Event, Fault};
@@ -22,9 +24,24 @@ use crate::uffd::{Event, Fault};
 /// Number of pages that the handler takes out after a fault in addition to the number that the
 /// fault mapped.
 const CATCH_UP_PAGES: u32 = 2;
+/// Greatest number of handler threads. Each has a frame for a READ.
+const HANDLERS_MAX: usize = 8;
+const _: () = assert!(HANDLERS_MAX <= DEMAND_FRAMES as usize);
 
 impl Pager {
-    /// Runs the handler's event loop.
+    /// Starts the handlers beside the calling thread, which becomes a handler too.
+    pub(crate) fn start_followers(self: &std::sync::Arc<Self>) -> io::Result<()> {
+        for _ in 1..units::cpus::cores().min(HANDLERS_MAX) {
+            let pager = self.clone();
+            spawn("granary-fault", move || {
+                pager.enter();
+                pager.handler();
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Runs a handler's event loop.
     pub(crate) fn handler(self: &std::sync::Arc<Self>) {
         let mut affinity = CpuAffinity::default();
         let mut priority = HandlerPriority::ask();
@@ -32,7 +49,12 @@ impl Pager {
         let mut hand = Hand::default();
         let mut events = Vec::with_capacity(32);
         let mut faults = Vec::with_capacity(32);
+        let mut leads = false;
         loop {
+            if !leads {
+                self.leadership.take();
+                leads = true;
+            }
             if let Err(error) = self.uffd.read(&mut events) {
                 if error.kind() == io::ErrorKind::Interrupted {
                     continue;
@@ -49,6 +71,10 @@ impl Pager {
                         self.fatal("handle a userfaultfd event", &error);
                     }
                 }
+            }
+            if faults.len() > 1 {
+                self.leadership.hand_over();
+                leads = false;
             }
             for fault in faults.drain(..) {
                 let moved = affinity.follow(fault.thread);
@@ -126,7 +152,7 @@ impl Pager {
     }
 }
 
-/// Keeps the handler thread on the core of the faulting thread.
+/// Keeps a handler thread on the core of the faulting thread.
 struct CpuAffinity {
     core: Option<usize>,
     /// Core of the faulting thread at the last check, if it differed from `core`.

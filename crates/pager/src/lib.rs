@@ -45,6 +45,7 @@ pub mod fault;
 pub mod fingerprint;
 pub mod fork;
 mod latch;
+mod leadership;
 pub mod mapping;
 pub mod memory;
 pub mod metrics;

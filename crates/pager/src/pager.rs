@@ -24,6 +24,7 @@ use crate::extent::set_fences;
 use crate::fingerprint::Fingerprints;
 use crate::fork::inheritance::Inheritance;
 use crate::fork::state::Forks;
+use crate::leadership::Leadership;
 use crate::memory::linux::LinuxMemory;
 use crate::node_sockets::Sockets;
 use crate::page_table::PageTable;
@@ -107,6 +108,7 @@ pub struct Pager {
     /// Futex: incremented to wake the worker.
     pub(crate) worker_wakes: AtomicU32,
     pub(crate) worker_sleeps: AtomicBool,
+    pub(crate) leadership: Leadership,
     /// Where a thread of `granary run` keeps the second core awake, the page that it reads.
     pub(crate) fault_times: Option<FaultTimes>,
     pub(crate) forks: Forks,
@@ -258,6 +260,7 @@ impl Pager {
             region,
             worker_wakes: AtomicU32::new(0),
             worker_sleeps: AtomicBool::new(false),
+            leadership: Leadership::default(),
             fault_times,
             forks: Forks::default(),
             fork_events,

@@ -32,7 +32,9 @@ impl Pager {
             pager.pages.backing.descriptors(&mut keep);
             pager.pages.memory.descriptors(&mut keep);
             pager.enter();
-            let result = descriptor::own_table(&keep).and_then(|()| pager.start_worker());
+            let result = descriptor::own_table(&keep)
+                .and_then(|()| pager.start_worker())
+                .and_then(|()| pager.start_followers());
             let failed = result.is_err();
             let _ = ready.send(result);
             drop(ready);

@@ -124,7 +124,9 @@ impl Pager {
             promoted.enter();
             promoted.wait_for_parent_exit(ends.notices);
         });
-        if let Err(error) = heir.and_then(|()| promoted.start_worker()) {
+        if let Err(error) =
+            heir.and_then(|()| promoted.start_worker()).and_then(|()| promoted.start_followers())
+        {
             promoted.fatal("start the threads of a forked child", &error);
         }
         // Threads that wait fault again; this thread serves their faults from now on.

@@ -242,7 +242,10 @@ impl<M: Memory> Pages<M> {
             None => {
                 hand.blank = Some(position);
                 self.settle(page, entry);
-                self.wait_flights(hand);
+                // All flights may belong to other handlers.
+                if !self.wait_flights(hand) {
+                    self.memory.pause();
+                }
             }
         }
         Attempt::Again
