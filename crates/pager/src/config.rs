@@ -3,16 +3,17 @@
 //! | variable | meaning |
 //! | --- | --- |
 //! | `GRANARY_LOCAL` | bytes of paged memory that may be resident, frames and shelf included |
+//! | `GRANARY_BOUND` | `run`: all processes of the run share the bound ([`crate::ledger`]); else each has its own |
 //! | `GRANARY_POOL` | backing memory: memory node addresses ([`pool::Address`]) or a store ([`crate::store`]) |
 //! | `GRANARY_DIRECT` | `1`: the memory node is private and passes on its chunk memory (`direct_transport`) |
-//! | `GRANARY_RUN_DIR` | directory of the counters' files; absent: counters are private |
+//! | `GRANARY_RUN_DIR` | directory of the ledger and of the counters' files; absent: counters are private |
 //! | `GRANARY_REGION` | bytes of address space to reserve (default 1 TiB) |
 //! | `GRANARY_OVERFLOW_DIR` | directory of the overflow file (default `$TMPDIR`, then /var/tmp) |
 //! | `GRANARY_ALLOW_UNPAGED` | `1`: programs that cannot be paged, or could stop the pager, run anyway |
 //! | `GRANARY_PAGES` | `auto`, `move` or `copy`: see [`Pages`] |
 //!
 //! Programs that a paged program starts inherit these variables and `LD_PRELOAD`. So they are paged
-//! too, each process with its own bound.
+//! too.
 
 use std::path::PathBuf;
 
@@ -23,6 +24,7 @@ use crate::Error;
 /// call makes no progress.
 pub const LOCAL_BYTES_MIN: u64 = 4 << 20;
 
+const BOUND: &str = "GRANARY_BOUND";
 const DIRECT: &str = "GRANARY_DIRECT";
 
 /// Exit status of a program whose pages are lost because the pool is gone.
@@ -61,11 +63,13 @@ impl Pages {
 pub struct Config {
     /// Bytes that may be resident, frames and shelf included.
     pub local_bytes: u64,
+    /// All processes of the run share the bound, by the ledger in the run's directory.
+    pub shares_bound: bool,
     /// Backing memory, in the form of `GRANARY_POOL`.
     pub pool: String,
     /// The memory node belongs to this program alone, and passes on its chunk memory.
     pub is_direct: bool,
-    /// Directory of the counters' files.
+    /// Directory of the ledger and of the counters' files.
     pub run_directory: Option<PathBuf>,
     /// Bytes of address space to reserve.
     pub region_bytes: usize,
@@ -82,6 +86,7 @@ impl Config {
     pub fn new(local_bytes: u64, pool: impl Into<String>) -> Self {
         Self {
             local_bytes,
+            shares_bound: false,
             pool: pool.into(),
             is_direct: false,
             run_directory: None,
@@ -109,6 +114,7 @@ impl Config {
             why: "it must be set because GRANARY_LOCAL is set".into(),
         })?;
         let mut config = Self::new(size("GRANARY_LOCAL", &local)?, pool);
+        config.shares_bound = get(BOUND).as_deref() == Some("run");
         config.is_direct = get(DIRECT).as_deref() == Some("1");
         config.run_directory = get("GRANARY_RUN_DIR").map(PathBuf::from);
         if let Some(region) = get("GRANARY_REGION") {
@@ -133,6 +139,7 @@ impl Config {
     pub fn to_environment(&self) -> Vec<(&'static str, std::ffi::OsString)> {
         let mut variables = vec![
             ("GRANARY_LOCAL", self.local_bytes.to_string().into()),
+            (BOUND, if self.shares_bound { "run" } else { "process" }.into()),
             ("GRANARY_POOL", self.pool.clone().into()),
             (DIRECT, if self.is_direct { "1" } else { "0" }.into()),
             ("GRANARY_REGION", self.region_bytes.to_string().into()),
@@ -198,6 +205,7 @@ mod tests {
     fn environment_round_trips_all_settings() {
         let mut config = Config::new(64 << 20, "memory:1GiB");
         config.is_direct = true;
+        config.shares_bound = true;
         config.run_directory = Some("/run/x".into());
         config.overflow_directory = "/somewhere".into();
         config.allow_unpaged = true;

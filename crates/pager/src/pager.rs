@@ -24,6 +24,7 @@ use crate::extent::set_fences;
 use crate::fingerprint::Fingerprints;
 use crate::fork::inheritance::Inheritance;
 use crate::fork::state::Forks;
+use crate::lease::Lease;
 use crate::memory::linux::LinuxMemory;
 use crate::node_sockets::Sockets;
 use crate::page_table::PageTable;
@@ -36,7 +37,7 @@ use crate::sys::{self, FileSizeSignalBlocked, PAGE_BYTES};
 use crate::transport::Transport;
 use crate::uffd::{Features, Uffd};
 use crate::unpaged::UnpagedMonitor;
-use crate::{Error, descriptor, direct_transport};
+use crate::{Error, descriptor, direct_transport, ledger};
 
 /// The pager of the program that this process runs.
 static CURRENT: AtomicPtr<Pager> = AtomicPtr::new(std::ptr::null_mut());
@@ -68,6 +69,21 @@ fn measure_at_exit() {
     }
 }
 
+/// Opens the run's ledger if the processes of the run share its bound.
+fn open_lease(config: &Config) -> Result<Option<Lease>, Error> {
+    let Some(directory) = config.run_directory.as_ref().filter(|_| config.shares_bound) else {
+        return Ok(None);
+    };
+    Lease::open(directory).map(Some).map_err(|source| Error::System {
+        what: format!(
+            "share the bound of the run (--local) by {}; with --local-each the process needs no \
+             such file",
+            directory.join(ledger::FILE_NAME).display()
+        ),
+        source,
+    })
+}
+
 /// Attempted operation in the error that a limit of the address space causes.
 const ADDRESS_SPACE: &str = "reserve address space (RLIMIT_AS and RLIMIT_DATA, ulimit -v and -d, \
                              must be unlimited before a paged program starts)";
@@ -82,6 +98,8 @@ pub(crate) struct PagerParts {
     pub inheritance: Option<Inheritance>,
     pub sockets: Sockets,
     pub advice: Arc<AdviceMap>,
+    /// This process's part of the run's bound; `None` if the bound is its own.
+    pub lease: Option<Lease>,
 }
 
 /// A pager: one region and the extents beside it, their pages, and the threads that move them.
@@ -158,6 +176,7 @@ impl Pager {
             inheritance: None,
             sockets,
             advice: Arc::new(advice),
+            lease: open_lease(config)?,
         };
         Self::assemble(config, transport, parts)
     }
@@ -181,6 +200,7 @@ impl Pager {
             inheritance,
             sockets,
             advice,
+            lease,
         } = parts;
         let table =
             PageTable::new(region.numbers() as usize).map_err(system("map the page table"))?;
@@ -196,6 +216,7 @@ impl Pager {
         let sizes = Sizes::new(config.local_bytes).with_frames(frames.frames).ok_or(too_small)?;
         let memory = LinuxMemory::new(uffd.clone(), &region, sizes.positions, config.pages)?;
         let sizes = sizes.with_slack(memory.slack_pages());
+        let reserved = frames.frames - sizes.window_frames() + memory.slack_pages();
         let sizes = Sizes { limit: sizes.limit.min(region.pages()), ..sizes };
         let blocked = FileSizeSignalBlocked::new();
         let stats = match &config.run_directory {
@@ -218,10 +239,15 @@ impl Pager {
         stats.set(Counter::DirectProcesses, transport.stats().is_direct.into());
         let fingerprints = Fingerprints::new().map_err(system("get random numbers"))?;
         let backing = Backing::new(transport, config.overflow_directory.clone(), inheritance);
+        let pages = Pages::new(table, memory, backing, stats, sizes, fingerprints);
+        let pages = match lease {
+            Some(lease) => pages.with_lease(lease, reserved),
+            None => pages,
+        };
         Ok(Arc::new(Self {
             config: config.clone(),
             uffd,
-            pages: Pages::new(table, memory, backing, stats, sizes, fingerprints),
+            pages,
             unreadable: Mutex::new(unreadable),
             space: Mutex::new(space),
             advice,
@@ -292,7 +318,7 @@ impl Pager {
 
     /// Returns the number of pages that may be present: resident, or on the shelf.
     pub fn limit(&self) -> u32 {
-        self.pages.sizes.limit
+        self.pages.state().limit
     }
 
     /// Locks the address space.

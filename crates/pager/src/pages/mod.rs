@@ -15,6 +15,7 @@
 //! | [`flow`] | the asynchronous path: taking pages out, inspection, reclaim, write-back |
 //! | [`flight`] | transfers in flight: their start and their end |
 //! | [`change`] | what the program's `munmap`, `madvise` and `mremap` do to pages |
+//! | [`bound`] | the limit of a process that shares the bound of its run |
 //! | [`check`] | invariants |
 //!
 //! # States of a page
@@ -50,6 +51,7 @@ use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use crate::backing::Backing;
 use crate::fingerprint::Fingerprints;
+use crate::lease::Lease;
 use crate::memory::Memory;
 use crate::page_table::{Entry, PageId, PageTable};
 use crate::point;
@@ -60,6 +62,7 @@ use crate::stats::{Counter, Stats};
 use crate::stream::{self, Streams};
 use crate::transport::{Direction, FrameId, Lane};
 
+pub mod bound;
 pub mod change;
 pub mod check;
 pub mod flight;
@@ -87,6 +90,8 @@ pub struct State {
     pub resident: u32,
     /// Greatest number of present pages.
     pub limit: u32,
+    /// Leased units to be given back ([`bound`]).
+    pub owed: u32,
     /// Pages whose threads are woken once the lock is released.
     pub late_wakes: Vec<PageId>,
 }
@@ -115,6 +120,8 @@ pub struct Pages<M: Memory> {
     pub stats: Stats,
     /// Sizes that follow from the bound.
     pub sizes: Sizes,
+    /// The part of the run's bound that this process has; `None` if its bound is its own.
+    lease: Option<Lease>,
     fingerprints: Fingerprints,
     state: Mutex<State>,
     /// Slots in the backing memory. Not a part of `state`, because the page server of forked children
@@ -151,6 +158,7 @@ impl<M: Memory> Pages<M> {
             }),
             resident: 0,
             limit: sizes.limit,
+            owed: 0,
             late_wakes: Vec::new(),
         };
         let slots = Slots::new(backing.chunk_bytes());
@@ -160,6 +168,7 @@ impl<M: Memory> Pages<M> {
             backing,
             stats,
             sizes,
+            lease: None,
             fingerprints,
             state: Mutex::new(state),
             slots: Mutex::new(slots),

@@ -124,6 +124,7 @@ fn small() -> Setup {
         chunk_pages: 4,
         capacity: u32::MAX,
         resizes: 0,
+        shared_units: None,
         pins: 0,
         inherits: false,
         max_steps: 20_000,
