@@ -196,15 +196,17 @@ impl<M: Memory> Pages<M> {
     pub(super) fn make_blank(&self, hand: &mut Hand, over_limit: bool) -> bool {
         let mut rounds = 0;
         while hand.blank.is_none() {
+            hand.blank = self.state().shelf.take_blank(1).map(|(position, _)| position);
+            if hand.blank.is_some() || self.grow(hand, over_limit) {
+                break;
+            }
             {
                 let mut state = self.state();
-                if state.shelf.blank() == 0 {
-                    self.reclaim(&mut state, 1);
-                }
+                self.reclaim(&mut state, 1);
                 hand.blank = state.shelf.take_blank(1).map(|(position, _)| position);
             }
             self.wake_late();
-            if hand.blank.is_some() || self.grow(hand, over_limit) {
+            if hand.blank.is_some() {
                 break;
             }
             if self.fork_waits.load(Ordering::Acquire) {
@@ -320,7 +322,7 @@ impl<M: Memory> Pages<M> {
         hand.run.clear();
         let mut guard = self.state();
         let state = &mut *guard;
-        state.queue.compact(&self.table, 2 * state.limit as usize);
+        state.queue.compact(&self.table, 2 * state.limit.max(state.resident) as usize);
         for _ in 0..max {
             let wanted = max - hand.run.len() as u32;
             if wanted == 0 {
