@@ -1,4 +1,4 @@
-//! The bound of `granary run`: its options, and the thread that looks after it while the run lives.
+//! The bound of `granary run`: its options, and the thread that adjusts it while the run lives.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -101,8 +101,8 @@ impl LocalOptions {
         source.read().with_context(|| {
             format!(
                 "read memory pressure from {}, which --local {}..{} follows; use a kernel with \
-                 pressure stall information (CONFIG_PSI, psi=1), or name a file with --pressure, or \
-                 give --local one size",
+                 pressure stall information (CONFIG_PSI, psi=1), or name a file with \
+                 --pressure, or give --local one size",
                 source.path().display(),
                 local.min,
                 local.max
@@ -122,7 +122,7 @@ pub struct Follow {
 /// Time between two looks at the bound.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// The thread that looks after the bound: it takes back the leases of ended processes, and follows
+/// The thread that keeps the bound: the thread takes back the leases of ended processes, and follows
 /// memory pressure. Ends when the value is dropped.
 pub struct BoundKeeper {
     end: Option<Sender<()>>,

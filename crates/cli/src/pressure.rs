@@ -16,7 +16,7 @@ const SHRINK_PER_S: f64 = 0.05;
 /// Part of the bound by which it grows each second.
 const GROW_PER_S: f64 = 0.02;
 
-/// Returns the bound in bytes after so many seconds of a pressure in percent. `now` is the present
+/// Returns the bound in bytes after `seconds` of a pressure in percent. `now` is the present
 /// bound, which the user may have set outside of the range.
 pub fn next(now: u64, range: (u64, u64), pressure: f64, seconds: f64) -> u64 {
     let factor = if pressure > HIGH_PERCENT {

@@ -158,8 +158,8 @@ impl fmt::Display for RunSummary {
         match self.local_given_peak_bytes {
             Some(given) => writeln!(
                 f,
-                "  bound         {limit:>12}   of the run; at most {} were given to its processes at \
-                 one time",
+                "  bound         {limit:>12}   of the run; at most {} were given to its processes \
+                 at one time",
                 Size(given).rounded()
             )?,
             None => writeln!(f, "  bound         {limit:>12}   of each process")?,

@@ -6,7 +6,7 @@
 //! | `GRANARY_BOUND` | `run`: all processes of the run share the bound ([`crate::ledger`]); else each has its own |
 //! | `GRANARY_POOL` | backing memory: memory node addresses ([`pool::Address`]) or a store ([`crate::store`]) |
 //! | `GRANARY_DIRECT` | `1`: the memory node is private and passes on its chunk memory (`direct_transport`) |
-//! | `GRANARY_RUN_DIR` | directory of the ledger and of the counters' files; absent: counters are private |
+//! | `GRANARY_RUN_DIR` | directory of ledger and counters; absent: counters are private |
 //! | `GRANARY_REGION` | bytes of address space to reserve (default 1 TiB) |
 //! | `GRANARY_OVERFLOW_DIR` | directory of the overflow file (default `$TMPDIR`, then /var/tmp) |
 //! | `GRANARY_ALLOW_UNPAGED` | `1`: programs that cannot be paged, or could stop the pager, run anyway |

@@ -36,8 +36,8 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Leases the guaranteed units of this process from the run's ledger. While other processes have
-    /// all units, waits for up to a second for them to take pages out. After that, and if the
+    /// Leases the guaranteed units of this process from the run's ledger. While other processes
+    /// have all units, waits for up to a second for them to take pages out. After that, and if the
     /// guaranteed units of all processes exceed the total, the units are beyond the total.
     ///
     /// # Errors
@@ -151,8 +151,8 @@ impl Lease {
         got
     }
 
-    /// Enters this process into the ledger again, because its slot was overwritten: by a process that
-    /// could not see this one (in another PID namespace), or by mistake.
+    /// Enters this process into the ledger again, because its slot was overwritten: by a process
+    /// that could not see this one (in another PID namespace), or by mistake.
     fn enter_again(&self, own: u32) {
         let Some((slot, units)) = self.ledger.claim(self.owner) else { return };
         self.slot.store(slot as u32, Ordering::Release);

@@ -16,14 +16,14 @@
 //!
 //! # Ended processes
 //! A process may be killed between any two instructions, so `given` may be wrong about it.
-//! [`Ledger::audit`] counts again: `given` becomes the sum of the slots of living processes. While a
-//! process changes both `given` and its slot, the slot says CHANGING, and an audit fails. Each
+//! [`Ledger::audit`] counts again: `given` becomes the sum of the slots of living processes. While
+//! a process changes both `given` and its slot, the slot says CHANGING, and an audit fails. Each
 //! change of `given` has a number, so an audit does not overwrite a change that it has not seen.
 //!
 //! # Trust
 //! Other processes write the ledger. Only atomics access it, and no value is an index or a length
-//! before it is checked. A process keeps the number of its units itself. With a total that fails its
-//! check, or exceeds the machine's memory, no process leases more.
+//! before it is checked. A process keeps the number of its units itself. With a total that fails
+//! its check, or exceeds the machine's memory, no process leases more.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -164,7 +164,7 @@ pub struct Member {
     pub wants: bool,
 }
 
-/// What a process needs to know to decide whether it gives units back.
+/// The state of the run by which a process decides whether it gives units back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct View {
     /// Units of the run.
@@ -179,12 +179,12 @@ pub struct View {
     pub neediest: Option<u32>,
 }
 
-/// Returns how many units a process gives back. `unused` of its units have no page, and `is_idle` is
-/// true if the process had no fault for a while.
+/// Returns how many units a process gives back. `unused` of its units have no page, and `is_idle`
+/// is true if the process had no fault for a while.
 ///
 /// - Beyond the total, each process gives its share of the excess.
-/// - A process that wants more, and has less than an equal share, gets units of those that have more
-///   than that, and from all processes the units without a page.
+/// - A process that wants more, and has less than an equal share, gets units of those that have
+///   more than that, and from all processes the units without a page.
 /// - Idle processes give units step by step while another process wants more, and units without a
 ///   page in any case.
 pub fn surplus(view: &View, unused: u32, is_idle: bool) -> u32 {
@@ -254,7 +254,7 @@ impl Ledger {
         }
     }
 
-    /// A ledger in private memory, with so many slots.
+    /// A ledger in private memory with `slots` slots.
     #[cfg(test)]
     pub(crate) fn in_memory(slots: usize, total_pages: u32) -> Self {
         let words = (0..HEADER + 3 * slots).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
@@ -292,8 +292,8 @@ impl Ledger {
         (check == !pages).then_some(pages)
     }
 
-    /// Returns the units of the run. `None` if the word is damaged, or names more than the machine's
-    /// memory.
+    /// Returns the units of the run. `None` if the word is damaged, or names more than the
+    /// machine's memory.
     pub fn total(&self) -> Option<u32> {
         let pages = self.total_pages()?;
         (u64::from(pages) <= memory_pages()).then_some(pages / UNIT_PAGES)
@@ -315,7 +315,8 @@ impl Ledger {
         self.word(PEAK).load(Ordering::Relaxed) as u32
     }
 
-    /// Changes the leased units, or fails if another thread has changed them since `before` was read.
+    /// Changes the leased units, or fails if another thread has changed them since `before` was
+    /// read.
     fn change_given(&self, before: u64, units: u32) -> bool {
         let number = (before >> 32).wrapping_add(1) as u32;
         let after = u64::from(number) << 32 | u64::from(units);
@@ -324,8 +325,8 @@ impl Ledger {
     }
 
     /// Finds the slot of a process, or claims one for it. Returns its index and its units: those of
-    /// the program that the process has run before, if it has called exec. `None` if each slot is in
-    /// use.
+    /// the program that the process has run before, if it has called exec. `None` if each slot is
+    /// in use.
     pub(crate) fn claim(&self, owner: Owner) -> Option<(usize, u32)> {
         for index in 0..self.used() {
             let word = self.slot(index).load(Ordering::Acquire);
@@ -465,8 +466,8 @@ impl Ledger {
         self.indexed_members().map(|(_, member)| member)
     }
 
-    /// Returns what the process of a slot, which has `own` units, needs to know. `None` if the total
-    /// is damaged.
+    /// Returns the view of the process of a slot, which has `own` units. `None` if the total is
+    /// damaged.
     pub(crate) fn view(&self, slot: usize, own: u32) -> Option<View> {
         let mut view =
             View { total: self.total()?, given: self.given(), own, processes: 0, neediest: None };

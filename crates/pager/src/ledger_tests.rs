@@ -199,7 +199,7 @@ proptest! {
     }
 }
 
-/// What the simulated processes have, by their own counting.
+/// The units of the simulated processes, by their own counting.
 struct Truth {
     /// Units of each process.
     own: RefCell<Vec<u32>>,

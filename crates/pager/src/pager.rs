@@ -266,7 +266,8 @@ impl Pager {
     }
 
     /// Opens the backing memory that `config` names, with as many frames as its bound needs: memory
-    /// nodes ([`direct_transport`], [`pool_transport`]), or a file for diagnosis ([`crate::store`]).
+    /// nodes ([`direct_transport`], [`pool_transport`]), or a file for diagnosis
+    /// ([`crate::store`]).
     pub fn open_transport(config: &Config) -> Result<Box<dyn Transport>, Error> {
         let frames = Sizes::new(config.local_bytes).frames();
         if FileTransport::is_named_by(&config.pool) {
@@ -341,7 +342,13 @@ impl Pager {
     pub(crate) fn measure_unpaged(&self, at_exit: bool) -> bool {
         let is_own =
             |range: &Range<usize>| self.region.contains(range.start) || sys::is_own_mapping(range);
-        let measured = self.unpaged_monitor.measure(at_exit, self.pages.present(), is_own);
+        // A thread of the parent may have held the state's lock at the fork; then the copy of the
+        // lock in a light child is never released.
+        let present = match self.forks.is_light() {
+            true => self.stats().get(Counter::ResidentPages) as u32,
+            false => self.pages.present(),
+        };
+        let measured = self.unpaged_monitor.measure(at_exit, present, is_own);
         if let Some(usage) = &measured {
             self.stats().record_unpaged(usage, !self.forks.is_light());
         }

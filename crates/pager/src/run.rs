@@ -94,8 +94,8 @@ fn preload(library: &Path, before: Option<OsString>) -> OsString {
 /// First part of the name of a run's directory; the id of the process of `granary run` follows.
 pub(crate) const DIRECTORY_PREFIX: &str = "granary-run-";
 
-/// A temporary directory for the counters of a program's processes, and for their ledger, which is removed when the value
-/// is dropped.
+/// A temporary directory for the counters of a program's processes, and for their ledger, which is
+/// removed when the value is dropped.
 #[derive(Debug)]
 pub struct RunDirectory(PathBuf);
 

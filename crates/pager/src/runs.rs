@@ -1,4 +1,4 @@
-//! The runs of `granary run` on this machine, for other processes: which there are, and their bounds.
+//! The runs of `granary run` on this machine, and their bounds, for other processes.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -25,16 +25,17 @@ pub struct Run {
 pub struct Bound {
     /// The bound, in bytes; `None` if the ledger is damaged.
     pub total_bytes: Option<u64>,
-    /// What the living processes have leased, in bytes.
+    /// Memory that the living processes have leased, in bytes.
     pub given_bytes: u64,
-    /// Peak of what was leased, in bytes.
+    /// Peak of the leased memory, in bytes.
     pub given_peak_bytes: u64,
     /// Paged processes that live.
     pub processes: u64,
 }
 
 impl Bound {
-    /// Reads the bound of a run. Units of ended processes that are not taken back yet are not given.
+    /// Reads the bound of a run. Units of ended processes that are not taken back yet are not
+    /// given.
     pub fn of(ledger: &Ledger) -> Self {
         let bytes = |units: u32| u64::from(units) * u64::from(UNIT_PAGES) * PAGE_BYTES as u64;
         let mut bound = Self {
@@ -63,11 +64,14 @@ impl Run {
         let pid: u32 = pid.and_then(|pid| pid.parse().ok()).ok_or_else(|| {
             error("the name of a run's directory begins with granary-run- and a process id")
         })?;
-        if !directory.is_dir() || !Owner::new(pid, 0).is_alive() {
+        // A directory that was left behind may have the id of a thread of the kernel's, which has no
+        // command line.
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        if !directory.is_dir() || !Owner::new(pid, 0).is_alive() || line.is_empty() {
             return Err(error("the run has ended"));
         }
         let directory = directory.to_owned();
-        Ok(Self { pid, program: program_of(pid), ledger: Ledger::open(&directory), directory })
+        Ok(Self { pid, program: program_of(&line), ledger: Ledger::open(&directory), directory })
     }
 
     /// Returns the runs whose directories lie in the directory of temporary files, by process id.
@@ -99,9 +103,8 @@ impl Run {
     }
 }
 
-/// Returns the program of `granary run` with its arguments: what follows `--` on the command line.
-fn program_of(pid: u32) -> String {
-    let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+/// Returns the program with its arguments in a command line of `granary run`: what follows `--`.
+fn program_of(line: &[u8]) -> String {
     let words = line.split(|&byte| byte == 0).map(String::from_utf8_lossy);
     let program: Vec<_> = words.skip_while(|word| word != "--").skip(1).collect();
     program.join(" ").trim_end().to_owned()

@@ -25,10 +25,10 @@ use crate::summary::RunSummary;
 /// Run a program with part of its memory in a pool
 ///
 /// Starts an unmodified, dynamically linked program. All processes of the program together keep at
-/// most --local bytes of anonymous memory resident on this machine. The rest is paged to a memory node,
-/// in chunks that are allocated on demand. By default the memory node is private and ends with this
-/// command. The output is the program's own. The exit status is the program's, or 128 plus the
-/// signal number if a signal ended the program.
+/// most --local bytes of anonymous memory resident on this machine. The rest is paged to a memory
+/// node, in chunks that are allocated on demand. By default the memory node is private and ends
+/// with this command. The output is the program's own. The exit status is the program's, or 128
+/// plus the signal number if a signal ended the program.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Run {

@@ -1,4 +1,4 @@
-//! `granary status`: prints the state and the counters of a memory node, or the runs of this machine.
+//! `granary status`: prints the state and the counters of a memory node, or lists runs.
 
 use std::process::ExitCode;
 
@@ -13,9 +13,10 @@ use crate::options::{Output, PoolAddress, TokenFile};
 /// Show the state and the counters of a memory node, or the runs on this machine
 ///
 /// Without --pool, lists the runs of granary run on this machine: the process id, the bound, what
-/// the processes have of it, and their number. With --pool, prints free and held chunks, clients, allocations and frees, and the CPU time of the NIC thread,
-/// which stands in for the hardware, and of the control CPU; then all metrics that are not zero, by
-/// their names on the page of granary serve --metrics.
+/// the processes have of it, and their number. With --pool, prints free and held chunks, clients,
+/// allocations and frees, and the CPU time of the NIC thread, which stands in for the hardware, and
+/// of the control CPU; then all metrics that are not zero, by their names on the page of granary
+/// serve --metrics.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Status {
@@ -59,7 +60,7 @@ struct RunReport {
     program: String,
     /// The bound of the run; `None` with --local-each.
     local_limit_bytes: Option<u64>,
-    /// What the processes have of it.
+    /// Bytes of it that the processes have leased.
     given_bytes: Option<u64>,
     given_peak_bytes: Option<u64>,
     processes: Option<u64>,

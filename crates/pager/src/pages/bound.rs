@@ -13,8 +13,8 @@
 //! | reserved | frames of single pages and write-back batches, and the slack of the memory operations |
 //! | opened windows | frames of the prefetch windows that have been used at least once |
 //!
-//! So at no time are more pages present than are leased, except those of a forking thread, and those
-//! that a promoted child has from its parent.
+//! So at no time are more pages present than are leased, except those of a forking thread, and
+//! those that a promoted child has from its parent.
 
 use std::sync::atomic::Ordering;
 
@@ -109,8 +109,8 @@ impl<M: Memory> Pages<M> {
         units > 0
     }
 
-    /// Takes pages out until no more are present than the limit allows, and gives them back. Returns
-    /// early if a fork waits, or if no page can be taken out now.
+    /// Takes pages out until no more are present than the limit allows, and gives them back.
+    /// Returns early if a fork waits, or if no page can be taken out now.
     pub fn return_pages(&self, hand: &mut Hand, is_asked: impl Fn() -> bool) {
         let Some(lease) = &self.lease else { return };
         let mut fruitless = 0;

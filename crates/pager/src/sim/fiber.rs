@@ -59,7 +59,7 @@ pub(crate) fn step() -> Option<u32> {
 /// Payload of the unwinding that ends a killed fiber.
 struct Killed;
 
-/// Ends the running fiber after so many further points, as SIGKILL ends a process.
+/// Ends the running fiber after `points` further points, as SIGKILL ends a process.
 pub(crate) fn kill_after(points: u32) {
     let fiber = current().expect("only a fiber can be killed");
     KILLS.with_borrow_mut(|kills| kills.push((fiber, points)));

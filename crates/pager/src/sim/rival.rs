@@ -13,10 +13,10 @@ use crate::pages::Pages;
 const SIM_UNIT_PAGES: u32 = 4;
 /// Leased pages that are never present.
 pub(crate) const RESERVED_PAGES: u32 = 3;
-/// What the rival does, before it ends.
+/// Steps of the rival before it ends.
 const STEPS: u32 = 12;
 
-/// A lease of the guaranteed units from a ledger of so many units.
+/// A lease of the guaranteed units from a ledger of `units` units.
 pub(crate) fn lease(units: u32) -> Lease {
     let ledger = Ledger::in_memory(2, units * UNIT_PAGES);
     let lease = Lease::claim(ledger, Owner::new(1, 1), SIM_UNIT_PAGES).expect("a slot is free");

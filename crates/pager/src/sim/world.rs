@@ -41,7 +41,7 @@ pub(crate) struct Setup {
     pub capacity: u32,
     /// Changes of the limit.
     pub resizes: u32,
-    /// The process shares a bound of so many units with another one.
+    /// Units of the bound that the process shares with another one.
     pub shared_units: Option<u32>,
     /// Pages that devices pin, one after another.
     pub pins: u32,

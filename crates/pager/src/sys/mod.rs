@@ -376,6 +376,13 @@ pub fn file_size_limit() -> u64 {
     limit.rlim_cur
 }
 
+/// Returns true if the calling thread has a real-time scheduling policy.
+pub(crate) fn is_real_time() -> bool {
+    // SAFETY: reads the calling thread's policy.
+    let policy = unsafe { libc::sched_getscheduler(0) } & !libc::SCHED_RESET_ON_FORK;
+    matches!(policy, libc::SCHED_FIFO | libc::SCHED_RR)
+}
+
 /// Waits while `*word == expected`, at most `timeout_ms` (forever if `None`). May return early.
 pub fn futex_wait(word: &std::sync::atomic::AtomicU32, expected: u32, timeout_ms: Option<u64>) {
     wait_on(word, expected, timeout_ms, libc::FUTEX_PRIVATE_FLAG);
