@@ -147,8 +147,8 @@ fn forked_children_share_the_bound() {
         assert_eq!(outcome.stdout, expected.stdout, "seed {seed}: {}", outcome.stderr);
         let stats = fs::read(&stats).expect("--stats-json writes a file");
         let stats: Value = serde_json::from_slice(&stats).expect("JSON");
-        // With more than six processes at a time, what is guaranteed exceeds the bound; and on a busy
-        // machine a process starts although the others have not made room within a second.
+        // With more than six processes at a time, what is guaranteed exceeds the bound; and on a
+        // busy machine a process starts although the others have not made room within a second.
         let most = 24 * MIB + 4 * MIB * number(&stats, "processes");
         let peak = number(&stats, "local_given_peak_bytes");
         assert!((20 * MIB..=most).contains(&peak), "seed {seed}: {stats}");

@@ -122,8 +122,8 @@ pub struct Follow {
 /// Time between two looks at the bound.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// The thread that keeps the bound: the thread takes back the leases of ended processes, and follows
-/// memory pressure. Ends when the value is dropped.
+/// The thread that keeps the bound: the thread takes back the leases of ended processes, and
+/// follows memory pressure. Ends when the value is dropped.
 pub struct BoundKeeper {
     end: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,

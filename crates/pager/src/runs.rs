@@ -64,8 +64,8 @@ impl Run {
         let pid: u32 = pid.and_then(|pid| pid.parse().ok()).ok_or_else(|| {
             error("the name of a run's directory begins with granary-run- and a process id")
         })?;
-        // A directory that was left behind may have the id of a thread of the kernel's, which has no
-        // command line.
+        // A directory that was left behind may have the id of a thread of the kernel's, which has
+        // no command line.
         let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         if !directory.is_dir() || !Owner::new(pid, 0).is_alive() || line.is_empty() {
             return Err(error("the run has ended"));
