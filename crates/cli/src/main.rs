@@ -10,6 +10,7 @@
 // Documentation comments are help texts, whose square brackets are not links.
 #![allow(rustdoc::broken_intra_doc_links)]
 
+mod bound;
 mod child;
 mod commands;
 mod corpus;
@@ -20,6 +21,7 @@ mod metrics_page;
 mod nic;
 mod node;
 mod options;
+mod pressure;
 mod signals;
 mod summary;
 mod worker_process;

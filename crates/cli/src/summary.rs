@@ -3,6 +3,7 @@
 
 use std::fmt;
 
+use pager::runs::Bound;
 use pager::stats::{Counter, FaultParts, Summary};
 use pool::protocol::Status;
 use serde::{Deserialize, Serialize};
@@ -16,8 +17,12 @@ use crate::node::{CpuTimes, nic_scheduling};
 /// Statistics of one run. The suffix of a field's name is its unit.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RunSummary {
-    /// The limit `--local`, which applies to each process.
+    /// The limit at the end of the run: of the run with `--local`, of each process with
+    /// `--local-each`.
     pub local_limit_bytes: u64,
+    /// Peak of the local memory that all processes of the run had at one time; `None` with
+    /// `--local-each`.
+    pub local_given_peak_bytes: Option<u64>,
     /// Peak resident memory of the largest process (`VmHWM`).
     pub local_peak_bytes: u64,
     /// Paged processes: the program and its descendants.
@@ -93,6 +98,7 @@ impl RunSummary {
         let if_faulted = |us: f64| (paged.faults() > 0).then_some(us);
         Self {
             local_limit_bytes: local.bytes(),
+            local_given_peak_bytes: None,
             local_peak_bytes: child::peak_bytes_of_ended(),
             processes: paged.processes(),
             faults: paged.faults(),
@@ -128,6 +134,16 @@ impl RunSummary {
     }
 }
 
+impl RunSummary {
+    /// Adds the bound that the processes shared.
+    pub fn with_bound(self, bound: Option<Bound>) -> Self {
+        let Some(bound) = bound else { return self };
+        let local_limit_bytes = bound.total_bytes.unwrap_or(self.local_limit_bytes);
+        let local_given_peak_bytes = Some(bound.given_peak_bytes);
+        Self { local_limit_bytes, local_given_peak_bytes, ..self }
+    }
+}
+
 /// The scheduling that the system grants to a thread of this command, and so to those of the
 /// program unless they have other rights.
 fn granted_here() -> String {
@@ -138,6 +154,16 @@ fn granted_here() -> String {
 impl fmt::Display for RunSummary {
     /// Lines that continue the pager's own summary.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let limit = Size(self.local_limit_bytes).rounded();
+        match self.local_given_peak_bytes {
+            Some(given) => writeln!(
+                f,
+                "  bound         {limit:>12}   of the run; at most {} were given to its processes \
+                 at one time",
+                Size(given).rounded()
+            )?,
+            None => writeln!(f, "  bound         {limit:>12}   of each process")?,
+        }
         let peak = Size(self.local_peak_bytes).rounded();
         writeln!(f, "  resident      {peak:>12}   peak of the largest process")?;
         if let Some(private) = &self.private_node {

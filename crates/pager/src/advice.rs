@@ -214,10 +214,10 @@ impl Pager {
     /// Brings the pages of a range in that are not resident, in the order of addresses, up to half
     /// of the bound. The handler serves the faults in long batches.
     fn prefetch(&self, range: Range<u32>) {
-        let mut left = self.limit() / 2;
         if self.forks.is_light() {
             return;
         }
+        let mut left = self.limit() / 2;
         let mut runs: Vec<Range<u32>> = Vec::new();
         self.pages.table.touched(range, |part| {
             for page in part {

@@ -167,7 +167,7 @@ fn run(times: &FaultTimes) {
         }
         sleeps.store(1, Ordering::Release);
         while sleeps.load(Ordering::Acquire) == 1 {
-            sys::futex_wait_shared(sleeps, 1);
+            sys::futex_wait_shared(sleeps, 1, None);
         }
     }
 }

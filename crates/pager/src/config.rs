@@ -3,9 +3,10 @@
 //! | variable | meaning |
 //! | --- | --- |
 //! | `GRANARY_LOCAL` | bytes of paged memory that may be resident, frames and shelf included |
+//! | `GRANARY_BOUND` | `run`: all processes of the run share the bound ([`crate::ledger`]); else each has its own |
 //! | `GRANARY_POOL` | backing memory: memory node addresses ([`pool::Address`]) or a store ([`crate::store`]) |
 //! | `GRANARY_DIRECT` | `1`: the memory node is private and passes on its chunk memory (`direct_transport`) |
-//! | `GRANARY_RUN_DIR` | directory of the counters' files; absent: counters are private |
+//! | `GRANARY_RUN_DIR` | directory of ledger and counters; absent: counters are private |
 //! | `GRANARY_REGION` | bytes of address space to reserve (default 1 TiB) |
 //! | `GRANARY_TRACE` | path of a fault trace, to which `.PID` is added; absent: none ([`crate::trace`]) |
 //! | `GRANARY_OVERFLOW_DIR` | directory of the overflow file (default `$TMPDIR`, then /var/tmp) |
@@ -18,7 +19,7 @@
 //! ([`Config::read_choices`]).
 //!
 //! Programs that a paged program starts inherit these variables and `LD_PRELOAD`. So they are paged
-//! too, each process with its own bound.
+//! too.
 
 use std::path::PathBuf;
 
@@ -30,6 +31,7 @@ use crate::policy::{Name, UnknownPolicy};
 /// needs at once; otherwise the call makes no progress.
 pub const LOCAL_BYTES_MIN: u64 = 4 << 20;
 
+const BOUND: &str = "GRANARY_BOUND";
 const DIRECT: &str = "GRANARY_DIRECT";
 const FAULT_TIMES: &str = "GRANARY_FAULT_TIMES";
 const PAGES: &str = "GRANARY_PAGES";
@@ -71,11 +73,13 @@ impl Pages {
 pub struct Config {
     /// Bytes that may be resident, frames and shelf included.
     pub local_bytes: u64,
+    /// All processes of the run share the bound, by the ledger in the run's directory.
+    pub shares_bound: bool,
     /// Backing memory, in the form of `GRANARY_POOL`.
     pub pool: String,
     /// The memory node belongs to this program alone, and passes on its chunk memory.
     pub is_direct: bool,
-    /// Directory of the counters' files.
+    /// Directory of the ledger and of the counters' files.
     pub run_directory: Option<PathBuf>,
     /// Path of the fault trace, without `.PID`. A traced process reads no page ahead.
     pub trace: Option<PathBuf>,
@@ -98,6 +102,7 @@ impl Config {
     pub fn new(local_bytes: u64, pool: impl Into<String>) -> Self {
         Self {
             local_bytes,
+            shares_bound: false,
             pool: pool.into(),
             is_direct: false,
             run_directory: None,
@@ -128,6 +133,7 @@ impl Config {
             why: "it must be set because GRANARY_LOCAL is set".into(),
         })?;
         let mut config = Self::new(size("GRANARY_LOCAL", &local)?, pool);
+        config.shares_bound = get(BOUND).as_deref() == Some("run");
         config.is_direct = get(DIRECT).as_deref() == Some("1");
         config.run_directory = get("GRANARY_RUN_DIR").map(PathBuf::from);
         config.fault_times = get(FAULT_TIMES).map(PathBuf::from);
@@ -170,6 +176,7 @@ impl Config {
     pub fn to_environment(&self) -> Vec<(&'static str, std::ffi::OsString)> {
         let mut variables = vec![
             ("GRANARY_LOCAL", self.local_bytes.to_string().into()),
+            (BOUND, if self.shares_bound { "run" } else { "process" }.into()),
             ("GRANARY_POOL", self.pool.clone().into()),
             (DIRECT, if self.is_direct { "1" } else { "0" }.into()),
             ("GRANARY_REGION", self.region_bytes.to_string().into()),
@@ -242,6 +249,7 @@ mod tests {
     fn environment_round_trips_all_settings() {
         let mut config = Config::new(64 << 20, "memory:1GiB");
         config.is_direct = true;
+        config.shares_bound = true;
         config.run_directory = Some("/run/x".into());
         config.trace = Some("/traces/x".into());
         config.overflow_directory = "/somewhere".into();

@@ -22,7 +22,8 @@
 //!
 //! # Resident memory
 //! `GRANARY_LOCAL` bounds the resident pages of the region, the shelf and the frames together, at
-//! all times. Other memory of the process is not included: see [`CONSTANT_BYTES`].
+//! all times: those of one process, or those of all processes of a run, which lease them from the
+//! [`ledger`]. Other memory of the process is not included: see [`CONSTANT_BYTES`].
 //!
 //! # Limitations
 //! - Where the kernel cannot move pages (before Linux 6.8), a system call that pins memory and
@@ -46,6 +47,8 @@ pub mod fingerprint;
 pub mod fork;
 mod latch;
 mod leadership;
+pub mod lease;
+pub mod ledger;
 pub mod mapping;
 pub mod memory;
 pub mod metrics;
@@ -60,6 +63,7 @@ mod priority;
 pub mod region;
 mod remap;
 pub mod run;
+pub mod runs;
 mod seal;
 pub mod shelf;
 #[cfg(test)]

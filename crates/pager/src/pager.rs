@@ -25,6 +25,7 @@ use crate::fingerprint::Fingerprints;
 use crate::fork::inheritance::Inheritance;
 use crate::fork::state::Forks;
 use crate::leadership::Leadership;
+use crate::lease::Lease;
 use crate::memory::linux::LinuxMemory;
 use crate::node_sockets::Sockets;
 use crate::page_table::PageTable;
@@ -39,7 +40,7 @@ use crate::trace_recorder::Recorder;
 use crate::transport::Transport;
 use crate::uffd::{Features, Uffd};
 use crate::unpaged::UnpagedMonitor;
-use crate::{Error, descriptor, direct_transport};
+use crate::{Error, descriptor, direct_transport, ledger};
 
 /// The pager of the program that this process runs.
 static CURRENT: AtomicPtr<Pager> = AtomicPtr::new(std::ptr::null_mut());
@@ -71,6 +72,21 @@ fn measure_at_exit() {
     }
 }
 
+/// Opens the run's ledger if the processes of the run share its bound.
+fn open_lease(config: &Config) -> Result<Option<Lease>, Error> {
+    let Some(directory) = config.run_directory.as_ref().filter(|_| config.shares_bound) else {
+        return Ok(None);
+    };
+    Lease::open(directory).map(Some).map_err(|source| Error::System {
+        what: format!(
+            "share the bound of the run (--local) by {}; with --local-each the process needs no \
+             such file",
+            directory.join(ledger::FILE_NAME).display()
+        ),
+        source,
+    })
+}
+
 /// Attempted operation in the error that a limit of the address space causes.
 const ADDRESS_SPACE: &str = "reserve address space (RLIMIT_AS and RLIMIT_DATA, ulimit -v and -d, \
                              must be unlimited before a paged program starts)";
@@ -88,6 +104,8 @@ pub(crate) struct PagerParts {
     pub inheritance: Option<Inheritance>,
     pub sockets: Sockets,
     pub advice: Arc<AdviceMap>,
+    /// This process's part of the run's bound; `None` if the bound is its own.
+    pub lease: Option<Lease>,
 }
 
 /// A pager: one region and the extents beside it, their pages, and the threads that move them.
@@ -168,6 +186,7 @@ impl Pager {
             inheritance: None,
             sockets,
             advice: Arc::new(advice),
+            lease: open_lease(config)?,
         };
         Self::assemble(config, transport, parts)
     }
@@ -191,6 +210,7 @@ impl Pager {
             inheritance,
             sockets,
             advice,
+            lease,
         } = parts;
         let table =
             PageTable::new(region.numbers() as usize).map_err(system("map the page table"))?;
@@ -210,6 +230,7 @@ impl Pager {
         };
         let memory = LinuxMemory::new(uffd.clone(), &region, sizes.positions, config.pages)?;
         let sizes = sizes.with_slack(memory.slack_pages());
+        let reserved = frames.frames - sizes.window_frames() + memory.slack_pages();
         let sizes = Sizes { limit: sizes.limit.min(region.pages()), ..sizes };
         let blocked = FileSizeSignalBlocked::new();
         let stats = match &config.run_directory {
@@ -245,13 +266,18 @@ impl Pager {
             .policy(sizes.limit, table.len() as u32, POLICY_SEED)
             .map_err(system("map the order of eviction"))?;
         let backing = Backing::new(transport, config.overflow_directory.clone(), inheritance);
+        let pages = Pages::new(table, memory, backing, stats, sizes, fingerprints, policy);
+        let pages = match lease {
+            Some(lease) => pages.with_lease(lease, reserved),
+            None => pages,
+        };
         // Without the page, faults are only slower.
         let fault_times =
             config.fault_times.as_deref().and_then(|path| FaultTimes::open(path).ok());
         Ok(Arc::new(Self {
             config: config.clone(),
             uffd,
-            pages: Pages::new(table, memory, backing, stats, sizes, fingerprints, policy),
+            pages,
             unreadable: Mutex::new(unreadable),
             trace,
             space: Mutex::new(space),
@@ -325,7 +351,7 @@ impl Pager {
 
     /// Returns the number of pages that may be present: resident, or on the shelf.
     pub fn limit(&self) -> u32 {
-        self.pages.sizes.limit
+        self.pages.state().limit
     }
 
     /// Locks the address space.
@@ -348,7 +374,13 @@ impl Pager {
     pub(crate) fn measure_unpaged(&self, at_exit: bool) -> bool {
         let is_own =
             |range: &Range<usize>| self.region.contains(range.start) || sys::is_own_mapping(range);
-        let measured = self.unpaged_monitor.measure(at_exit, self.pages.present(), is_own);
+        // A thread of the parent may have held the state's lock at the fork; then the copy of the
+        // lock in a light child is never released.
+        let present = match self.forks.is_light() {
+            true => self.stats().get(Counter::ResidentPages) as u32,
+            false => self.pages.present(),
+        };
+        let measured = self.unpaged_monitor.measure(at_exit, present, is_own);
         if let Some(usage) = &measured {
             self.stats().record_unpaged(usage, !self.forks.is_light());
         }

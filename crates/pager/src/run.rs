@@ -16,6 +16,7 @@ use crate::Error;
 use crate::awake::AwakeThread;
 use crate::config::Config;
 use crate::executable::{Kind, kind_of};
+use crate::ledger::{self, Ledger};
 use crate::stats::Summary;
 use crate::sys;
 use crate::trace_recorder;
@@ -49,10 +50,15 @@ impl Ended {
 /// # Errors
 /// Failures to start the program. A failure of the program itself is reported in [`Ended::status`].
 pub fn run(config: &Config, program: &OsStr, arguments: &[OsString]) -> Result<Ended, Error> {
-    run_in(&RunDirectory::create()?, config, program, arguments)
+    let directory = RunDirectory::create()?;
+    if config.shares_bound {
+        directory.create_ledger(config.local_bytes)?;
+    }
+    run_in(&directory, config, program, arguments)
 }
 
-/// As [`run`], with a directory of the caller for the counters.
+/// As [`run`], with a directory of the caller for the counters. If the processes share the bound,
+/// the directory has a ledger.
 pub fn run_in(
     directory: &RunDirectory,
     config: &Config,
@@ -99,8 +105,11 @@ fn preload(library: &Path, before: Option<OsString>) -> OsString {
     value
 }
 
-/// A temporary directory for the counters of a program's processes, which is removed when the value
-/// is dropped.
+/// First part of the name of a run's directory; the id of the process of `granary run` follows.
+pub(crate) const DIRECTORY_PREFIX: &str = "granary-run-";
+
+/// A temporary directory for the counters of a program's processes, and for their ledger, which is
+/// removed when the value is dropped.
 #[derive(Debug)]
 pub struct RunDirectory(PathBuf);
 
@@ -121,6 +130,18 @@ impl RunDirectory {
         ids
     }
 
+    /// Creates the ledger by which the processes of the run share a bound.
+    ///
+    /// # Errors
+    /// The file cannot be created.
+    pub fn create_ledger(&self, local_bytes: u64) -> Result<Ledger, Error> {
+        let pages = (local_bytes / sys::PAGE_BYTES as u64).min(u64::from(u32::MAX)) as u32;
+        Ledger::create(&self.0, pages).map_err(|source| Error::System {
+            what: format!("create {} in {}", ledger::FILE_NAME, self.0.display()),
+            source,
+        })
+    }
+
     /// Creates the directory.
     pub fn create() -> Result<Self, Error> {
         let parent = std::env::temp_dir();
@@ -129,7 +150,7 @@ impl RunDirectory {
             source,
         };
         for attempt in 0..1000 {
-            let name = format!("granary-run-{}-{attempt}", std::process::id());
+            let name = format!("{DIRECTORY_PREFIX}{}-{attempt}", std::process::id());
             let path = parent.join(name);
             match std::fs::DirBuilder::new().create(&path) {
                 Ok(()) => {

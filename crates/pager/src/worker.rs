@@ -5,10 +5,13 @@
 //! the NIC's polling thread occupy them; the handler then does the work on pages in slices
 //! ([`crate::fault`]), and the worker does the rest.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::lease;
+use crate::ledger::GUARANTEED_UNITS;
 use crate::pager::Pager;
 use crate::pages::Hand;
+use crate::stats::Counter;
 use crate::sys;
 use crate::unpaged;
 
@@ -20,8 +23,10 @@ impl Pager {
     pub(crate) fn worker(self: &std::sync::Arc<Self>) {
         let mut hand = Hand::default();
         let mut pause_ms = unpaged::SAMPLE_MS_MIN;
+        let mut sample_due_ns = sys::now_ns() + 1_000_000 * pause_ms;
+        let mut review = Review::default();
         loop {
-            let seen = self.worker_wakes.load(Ordering::Acquire);
+            let seen = self.worker_event().load(Ordering::Acquire);
             // A program without faults does not end the transfers of pages that it has dropped, and
             // these keep their slots until then.
             self.pages.reap(&mut hand);
@@ -31,13 +36,23 @@ impl Pager {
             if !self.evicts_inline {
                 while self.pages.work(&mut hand, BATCH_PAGES) && !self.forks.is_asked() {}
             }
+            self.tend_lease(&mut review, &mut hand);
             self.pages.update_gauges();
             self.worker_sleeps.store(true, Ordering::SeqCst);
-            if self.worker_wakes.load(Ordering::SeqCst) == seen {
-                sys::futex_wait(&self.worker_wakes, seen, Some(pause_ms));
-            }
-            if self.worker_wakes.load(Ordering::SeqCst) == seen {
-                pause_ms = self.sample_unpaged(pause_ms);
+            while self.worker_event().load(Ordering::SeqCst) == seen {
+                let until_sample = ms_until(sample_due_ns);
+                self.wait_for_work(seen, until_sample.min(review.pause_ms(self)));
+                if self.worker_event().load(Ordering::SeqCst) != seen {
+                    break;
+                }
+                if sys::now_ns() >= sample_due_ns {
+                    pause_ms = self.sample_unpaged(pause_ms);
+                    sample_due_ns = sys::now_ns() + 1_000_000 * pause_ms;
+                    break;
+                }
+                if review.is_due() {
+                    break;
+                }
             }
             self.worker_sleeps.store(false, Ordering::SeqCst);
         }
@@ -52,14 +67,78 @@ impl Pager {
         }
     }
 
+    /// Returns the futex on which the worker waits. Other processes of the run wake it too if they
+    /// share the bound.
+    fn worker_event(&self) -> &AtomicU32 {
+        self.pages.lease().map_or(&self.worker_wakes, |lease| lease.event())
+    }
+
+    fn wait_for_work(&self, seen: u32, timeout_ms: u64) {
+        match self.pages.lease() {
+            Some(_) => sys::futex_wait_shared(self.worker_event(), seen, Some(timeout_ms)),
+            None => sys::futex_wait(self.worker_event(), seen, Some(timeout_ms)),
+        }
+    }
+
     /// Wakes the worker if there is work on pages for it, or in any case if `always`.
     pub(crate) fn wake_worker(&self, always: bool) {
         if !always && (self.evicts_inline || !self.pages.has_work()) {
             return;
         }
-        self.worker_wakes.fetch_add(1, Ordering::AcqRel);
+        self.worker_event().fetch_add(1, Ordering::AcqRel);
         if self.worker_sleeps.load(Ordering::SeqCst) {
-            sys::futex_wake(&self.worker_wakes);
+            match self.pages.lease() {
+                Some(_) => sys::futex_wake_shared(self.worker_event()),
+                None => sys::futex_wake(self.worker_event()),
+            }
         }
+    }
+
+    /// Gives pages back to the run's ledger: those that this process does not need, and those that
+    /// others may have instead.
+    fn tend_lease(&self, review: &mut Review, hand: &mut Hand) {
+        let Some(lease) = self.pages.lease() else { return };
+        let now = sys::now_ns();
+        if now >= review.due_ns {
+            lease.announce();
+            let faults = self.stats().get(Counter::Faults);
+            review.is_idle = faults == review.faults;
+            review.faults = faults;
+            review.due_ns = now + lease::IDLE_NS;
+        }
+        self.pages.review_lease(review.is_idle);
+        self.pages.return_pages(hand, || self.forks.is_asked());
+    }
+}
+
+/// Returns the time until a moment, in milliseconds, at least one.
+fn ms_until(due_ns: u64) -> u64 {
+    due_ns.saturating_sub(sys::now_ns()).div_ceil(1_000_000).max(1)
+}
+
+/// When the lease is looked at, and what was seen last.
+#[derive(Default)]
+struct Review {
+    due_ns: u64,
+    faults: u64,
+    /// The process had no fault between the last two reviews.
+    is_idle: bool,
+}
+
+impl Review {
+    /// Returns the time until the next review, in milliseconds. A process that neither wants units
+    /// nor has more than the guaranteed ones waits for its worker's futex.
+    fn pause_ms(&self, pager: &Pager) -> u64 {
+        let needs_review = |lease: &lease::Lease| {
+            lease.is_short() || lease.own() > GUARANTEED_UNITS || pager.pages.excess() > 0
+        };
+        match pager.pages.lease().is_some_and(needs_review) {
+            true => ms_until(self.due_ns),
+            false => u64::MAX,
+        }
+    }
+
+    fn is_due(&self) -> bool {
+        self.due_ns > 0 && sys::now_ns() >= self.due_ns
     }
 }

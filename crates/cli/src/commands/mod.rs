@@ -2,6 +2,7 @@
 
 mod bench;
 mod completions;
+mod local;
 mod man;
 mod nic;
 mod quickstart;
@@ -20,6 +21,7 @@ pub enum Command {
     Run(run::Run),
     Serve(serve::Serve),
     Status(status::Status),
+    Local(local::Local),
     #[command(subcommand)]
     Bench(bench::Bench),
     #[command(subcommand)]
@@ -40,6 +42,7 @@ impl Command {
             Self::Run(run) => run.run(),
             Self::Serve(serve) => serve.run(),
             Self::Status(status) => status.run(),
+            Self::Local(local) => local.run(),
             Self::Bench(bench) => bench.run(),
             Self::Sim(sim) => sim.run(),
             Self::Completions(completions) => completions.run(),

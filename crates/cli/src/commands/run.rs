@@ -8,12 +8,13 @@ use std::process::ExitCode;
 use anyhow::Context;
 use pager::config::Config;
 use pager::run::RunDirectory;
+use pager::runs::Bound;
 use pager::stats::Summary;
 use pool::protocol::Status;
 use pool::{Address, Scheme, Settings, schemes};
 use scheme::info::AccessKind;
-use units::Size;
 
+use crate::bound::{BoundKeeper, LocalOptions};
 use crate::log::{Log, LogLevel};
 use crate::metrics_page::MetricsPage;
 use crate::nic::NicProcess;
@@ -23,17 +24,16 @@ use crate::summary::RunSummary;
 
 /// Run a program with part of its memory in a pool
 ///
-/// Starts an unmodified, dynamically linked program. Each process of the program keeps at most
-/// --local bytes of anonymous memory resident on this machine. The rest is paged to a memory node,
-/// in chunks that are allocated on demand. By default the memory node is private and ends with this
-/// command. The output is the program's own. The exit status is the program's, or 128 plus the
-/// signal number if a signal ended the program.
+/// Starts an unmodified, dynamically linked program. All processes of the program together keep at
+/// most --local bytes of anonymous memory resident on this machine. The rest is paged to a memory
+/// node, in chunks that are allocated on demand. By default the memory node is private and ends
+/// with this command. The output is the program's own. The exit status is the program's, or 128
+/// plus the signal number if a signal ended the program.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Run {
-    /// Anonymous memory that each process may keep resident on this machine
-    #[arg(long, value_name = "SIZE")]
-    local: Size,
+    #[command(flatten)]
+    local: LocalOptions,
 
     /// Use running memory nodes: shm:PATH or roce://HOST[:PORT], separated by commas [default: a
     /// private memory node]
@@ -123,6 +123,8 @@ const EXAMPLES: &str = "\
 Examples:
   granary run --local 256MiB -- sort -S 1G big.txt -o sorted.txt
   granary run --local 64MiB --memory 8GiB --stats -- python3 train.py
+  granary run --local 256MiB..4GiB -- make -j8
+  granary run --local-each 64MiB -- make -j4
   granary run --local 64MiB --scheme finemem -- gcc -O2 -c big.c
   granary run --local 64MiB --pool shm:/run/granary.sock -- sqlite3 big.db .dump
   granary run --local 64MiB --pool shm:/run/a.sock,shm:/run/b.sock -- sort big.txt
@@ -131,6 +133,7 @@ Examples:
 impl Run {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         self.donation.check("run")?;
+        let follow = self.local.follow()?;
         let log = self.log.start(LogLevel::Error);
         let (program, arguments) = self.program.split_first().expect("clap requires a program");
         let private_node = self.pool.is_none().then(|| self.private_node.with(self.scheme));
@@ -175,12 +178,20 @@ impl Run {
                 Address::write_list(&addresses)
             }
         };
-        let mut config = Config { is_direct, ..Config::new(self.local.bytes(), pool_address) };
+        let local = self.local.size();
+        let mut config = Config { is_direct, ..Config::new(local.bytes(), pool_address) };
         config.allow_unpaged = self.allow_unpaged;
         config.read_choices(|name| std::env::var(name).ok())?;
         // Absolute, because a process of the program may change its working directory first.
         config.trace = self.trace.as_ref().map(std::path::absolute).transpose()?;
+        config.shares_bound = self.local.is_shared();
+        config.check()?;
         let directory = RunDirectory::create()?;
+        let ledger = match config.shares_bound {
+            true => Some(directory.create_ledger(local.bytes())?),
+            false => None,
+        };
+        let keeper = ledger.map(|ledger| BoundKeeper::start(ledger, follow));
         let (counters, node) =
             (directory.path().to_owned(), private.as_ref().map(NodeProcess::address));
         let metrics = self.metrics.start(move || {
@@ -191,17 +202,17 @@ impl Run {
             Ok(samples)
         })?;
         let ended = pager::run::run_in(&directory, &config, program, arguments)?;
-        drop(metrics);
+        drop((metrics, keeper));
         if self.trace.is_some() && ended.traces.is_empty() {
             eprintln!("granary: no trace was recorded: no process faulted on paged memory");
         }
         if let Some(unpaged) = ended.summary.largest_unpaged()
-            && is_much_unpaged(unpaged.bytes(), self.local.bytes())
+            && is_much_unpaged(unpaged.bytes(), local.bytes())
         {
             eprintln!(
-                "granary: {unpaged}; this memory is in addition to --local {}. See \
+                "granary: {unpaged}; this memory is in addition to {}. See \
                  docs/user/running-programs.md, \"Memory that is not paged\"",
-                self.local
+                self.local.describe()
             );
         }
         if self.stats || self.stats_json.is_some() {
@@ -209,8 +220,9 @@ impl Run {
             let after = pool_status(&pool).unwrap_or_else(|_| before.clone());
             let summary = RunSummary {
                 private_node: private_node.map(|chosen| chosen.name().to_owned()),
-                ..RunSummary::new(self.local, &ended.summary, &before, &after)
-            };
+                ..RunSummary::new(local, &ended.summary, &before, &after)
+            }
+            .with_bound(ledger.as_ref().map(Bound::of));
             self.print(&ended.summary, &summary)?;
         }
         Ok(ExitCode::from(u8::try_from(ended.code()).unwrap_or(u8::MAX)))

@@ -14,6 +14,7 @@ use super::inheritance::Inheritance;
 use super::state::server_lost;
 use crate::config::{Config, EXIT_PAGER};
 use crate::descriptor;
+use crate::lease::Lease;
 use crate::page_table::{Entry, PageId};
 use crate::pager::{Pager, PagerParts, current, set_current};
 use crate::pages::Hand;
@@ -89,6 +90,10 @@ impl Pager {
         let pool = self.sockets.reachable_list(&self.config.pool);
         let transport = Self::open_transport(&Config { pool, ..self.config.clone() })
             .unwrap_or_else(|error| fail(error));
+        let lease = self.pages.lease().map(Lease::for_child).transpose();
+        let lease = lease.unwrap_or_else(|source| {
+            fail(crate::Error::System { what: "share the bound of the run".into(), source })
+        });
         let space = self.space().unwrap_or_else(|_| unreachable!("a light child grows once"));
         let [theirs, server_calls] = channel::pair().unwrap_or_else(|_| server_lost());
         let taken = channel::take(ends.calls, theirs.as_raw_fd());
@@ -110,6 +115,7 @@ impl Pager {
             inheritance: Some(Inheritance::new(calls, server_calls)),
             sockets: self.sockets.clone(),
             advice: self.advice.clone(),
+            lease,
         };
         let pager =
             Self::assemble(&self.config, transport, parts).unwrap_or_else(|error| fail(error));
@@ -177,6 +183,7 @@ impl Pager {
             }
         }
         self.pages.slots().inherit(inherited);
+        self.pages.extend_to_present();
         self.pages.update_gauges();
     }
 

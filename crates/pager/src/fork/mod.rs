@@ -382,3 +382,20 @@ pub(crate) fn follow(pager: &Arc<Pager>, faults: Uffd) {
     pager.hand_to_server(Child::new(Some(faults), channel, epoch, snapshot, touched, extents));
     pager.pages.fork_waits.store(false, Ordering::Release);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Config;
+
+    #[test]
+    fn a_light_child_measures_memory_without_a_lock_of_its_parent() {
+        let config = Config { region_bytes: 64 << 20, ..Config::new(8 << 20, "memory:64MiB") };
+        let transport = Pager::open_transport(&config).unwrap();
+        let pager = Pager::new(&config, transport).unwrap();
+        pager.forks.light.store(true, Ordering::Release);
+        // As the child's copy of a lock that a thread of the parent held at the fork.
+        let _held = pager.pages.state();
+        pager.measure_unpaged(true);
+    }
+}

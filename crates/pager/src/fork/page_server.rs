@@ -436,7 +436,7 @@ impl<'a> PageServer<'a> {
                 // The promotion is in progress, and the promoted child serves this fault itself.
                 return;
             }
-        } else if child.pages_served >= pager.limit() {
+        } else if child.pages_served >= pager.pages.sizes.limit {
             sys::say(&format!(
                 "a process that process {} made by a raw system call needs more memory than its \
                  bound (--local), so it ends now; a process made by fork() has no such limit",

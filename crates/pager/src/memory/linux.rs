@@ -481,9 +481,18 @@ impl Memory for LinuxMemory {
     }
 
     fn pause(&self) {
-        std::thread::yield_now();
+        // A real-time thread (the handler) that yields gives way to real-time threads only, and the
+        // worker is none.
+        if sys::is_real_time() {
+            std::thread::sleep(PAUSE);
+        } else {
+            std::thread::yield_now();
+        }
     }
 }
+
+/// Pause of a real-time thread that waits for an ordinary one.
+const PAUSE: std::time::Duration = std::time::Duration::from_micros(20);
 
 impl Drop for LinuxMemory {
     fn drop(&mut self) {

@@ -24,6 +24,9 @@ use crate::sys::PAGE_BYTES;
 use crate::transport::FrameId;
 use crate::transport::{Direction, Lane, Ticket};
 
+/// A window's frames are at most this part of the limit when the window is opened.
+const WINDOW_SHARE: u32 = 8;
+
 /// Index of a flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FlightIndex(pub u8);
@@ -69,6 +72,12 @@ struct Flight {
 pub struct Flights {
     flights: Vec<Flight>,
     windows: std::ops::Range<usize>,
+    /// Windows whose frames count in the bound, the first ones. A process that shares the bound of
+    /// its run opens a window when it needs it.
+    opened: usize,
+    /// The limit was lowered for one more window, which can be opened once no more pages are present
+    /// than that.
+    is_opening: bool,
 }
 
 /// Next step of a thread that needs a page in flight.
@@ -102,7 +111,8 @@ impl Flights {
             }
         };
         let all = windows.end + sizes.writes as usize;
-        Self { flights: (0..all).map(flight).collect(), windows }
+        let opened = windows.len();
+        Self { flights: (0..all).map(flight).collect(), windows, opened, is_opening: false }
     }
 
     fn get(&mut self, index: FlightIndex) -> &mut Flight {
@@ -124,9 +134,20 @@ impl Flights {
         self.take_free(0..self.windows.start)
     }
 
-    /// Takes a free flight for a window.
+    /// Takes a free flight for a window among the opened ones.
     fn take_window(&mut self) -> Option<FlightIndex> {
-        self.take_free(self.windows.clone())
+        self.take_free(self.windows.start..self.windows.start + self.opened)
+    }
+
+    /// Returns the number of windows whose frames count in the bound.
+    #[cfg(test)]
+    pub(crate) fn opened_windows(&self) -> u32 {
+        self.opened as u32
+    }
+
+    /// Closes all windows, before any is used.
+    pub fn close_windows(&mut self) {
+        self.opened = 0;
     }
 
     /// Takes a free flight for a write-back batch.
@@ -247,7 +268,12 @@ impl<M: Memory> Pages<M> {
         hand.pairs.clear();
         let mut guard = self.state();
         let state = &mut *guard;
-        let posted = state.flights.take_window().inspect(|&index| {
+        self.open_window(state);
+        let taken = state.flights.take_window();
+        if taken.is_none() {
+            self.want_window(state);
+        }
+        let posted = taken.inspect(|&index| {
             self.gather_window(state, index, window);
             let flight = state.flights.get(index);
             flight.direction = Direction::Read;
@@ -270,6 +296,24 @@ impl<M: Memory> Pages<M> {
         self.stats.add(Counter::PagesReadAhead, u64::from(pages));
         self.set_posted(hand, index, ticket);
         pages
+    }
+
+    /// Lowers the limit for one more window, if that leaves enough.
+    fn want_window(&self, state: &mut State) {
+        let flights = &mut state.flights;
+        let is_closed = flights.opened < flights.windows.len() && !flights.is_opening;
+        if is_closed && state.limit >= WINDOW_SHARE * self.sizes.window {
+            flights.is_opening = true;
+            state.limit -= self.sizes.window;
+        }
+    }
+
+    /// Opens the window for which the limit was lowered, once the pages are gone.
+    pub(super) fn open_window(&self, state: &mut State) {
+        if state.flights.is_opening && state.present() <= state.limit {
+            state.flights.is_opening = false;
+            state.flights.opened += 1;
+        }
     }
 
     /// Lets any thread end a flight from now on, and wakes the threads that need its pages.

@@ -109,25 +109,28 @@ impl<M: Memory> Pages<M> {
     pub fn work(&self, hand: &mut Hand, pages: u32) -> bool {
         self.reap(hand);
         let late;
-        let (missing, dirty, shrink) = {
+        let (missing, dirty, excess) = {
             let mut state = self.state();
+            self.extend(&mut state);
+            self.open_window(&mut state);
             self.reclaim_surplus(&mut state);
             late = !state.late_wakes.is_empty();
             self.note_present(state.present());
             let ready = state.room() + state.shelf.blank();
             let later = state.shelf.clean() + state.shelf.dirty() + state.flights.writing();
-            let missing = (self.sizes.stock + self.sizes.keep).saturating_sub(ready + later);
-            (missing, state.shelf.dirty(), state.present() > state.limit)
+            let wanted = self.stock(&state) + self.keep(&state);
+            let excess = state.present().saturating_sub(state.limit);
+            (wanted.saturating_sub(ready + later), state.shelf.dirty(), excess)
         };
         if late {
             self.wake_late();
         }
-        if shrink {
+        if excess > 0 {
             self.shrink();
         }
         let mut more = false;
-        if (missing > 0 || shrink) && pages > 0 {
-            let wanted = missing.max(shrink as u32 * SLICE_PAGES).min(pages);
+        if (missing > 0 || excess > 0) && pages > 0 {
+            let wanted = missing.max(excess).min(pages);
             more = matches!(self.take_out(hand, wanted), TakenOut::Pages(_));
         }
         let low = missing > 0 && dirty > 0;
@@ -144,8 +147,8 @@ impl<M: Memory> Pages<M> {
     /// `Sizes::keep` clean ones.
     fn reclaim_surplus(&self, state: &mut State) {
         let ready = state.room() + state.shelf.blank();
-        let wanted = self.sizes.stock.saturating_sub(ready);
-        let surplus = state.shelf.clean().saturating_sub(self.sizes.keep);
+        let wanted = self.stock(state).saturating_sub(ready);
+        let surplus = state.shelf.clean().saturating_sub(self.keep(state));
         self.reclaim(state, wanted.min(surplus));
     }
 
@@ -195,15 +198,17 @@ impl<M: Memory> Pages<M> {
     pub(super) fn make_blank(&self, hand: &mut Hand, over_limit: bool) -> bool {
         let mut rounds = 0;
         while hand.blank.is_none() {
+            hand.blank = self.state().shelf.take_blank(1).map(|(position, _)| position);
+            if hand.blank.is_some() || self.grow(hand, over_limit) {
+                break;
+            }
             {
                 let mut state = self.state();
-                if state.shelf.blank() == 0 {
-                    self.reclaim(&mut state, 1);
-                }
+                self.reclaim(&mut state, 1);
                 hand.blank = state.shelf.take_blank(1).map(|(position, _)| position);
             }
             self.wake_late();
-            if hand.blank.is_some() || self.grow(hand, over_limit) {
+            if hand.blank.is_some() {
                 break;
             }
             if self.fork_waits.load(Ordering::Acquire) {
@@ -233,6 +238,7 @@ impl<M: Memory> Pages<M> {
     fn grow(&self, hand: &mut Hand, over_limit: bool) -> bool {
         let taken = {
             let mut state = self.state();
+            self.extend(&mut state);
             let room = state.room().max(u32::from(over_limit)).min(GROWTH_PAGES);
             let taken = state.shelf.take_empty(room);
             if let Some((first, count)) = taken {
@@ -498,7 +504,7 @@ impl<M: Memory> Pages<M> {
     pub fn has_work(&self) -> bool {
         let state = self.state();
         let ready = state.room() + state.shelf.blank();
-        ready < self.sizes.stock || state.shelf.dirty() >= self.sizes.window
+        ready < self.stock(&state) || state.shelf.dirty() >= self.sizes.window
     }
 
     /// Writes back every dirty page and waits for all transfers. Every page on the shelf is equal

@@ -15,6 +15,7 @@
 //! | [`flow`] | the asynchronous path: taking pages out, inspection, reclaim, write-back |
 //! | [`flight`] | transfers in flight: their start and their end |
 //! | [`change`] | what the program's `munmap`, `madvise` and `mremap` do to pages |
+//! | [`bound`] | the limit of a process that shares the bound of its run |
 //! | [`check`] | invariants |
 //!
 //! # States of a page
@@ -51,6 +52,7 @@ use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use crate::backing::Backing;
 use crate::fingerprint::Fingerprints;
+use crate::lease::Lease;
 use crate::memory::Memory;
 use crate::page_table::{Entry, PageId, PageTable};
 use crate::point;
@@ -61,6 +63,7 @@ use crate::stats::{Counter, Stats};
 use crate::stream::{self, Streams};
 use crate::transport::{Direction, FrameId, Lane};
 
+pub mod bound;
 pub mod change;
 pub mod check;
 pub mod flight;
@@ -89,6 +92,8 @@ pub struct State {
     pub resident: u32,
     /// Maximum number of present pages.
     pub limit: u32,
+    /// Leased units to be given back ([`bound`]).
+    pub owed: u32,
     /// Pages whose waiting threads are woken after the lock is released. Otherwise the holder of
     /// the lock would make a system call for each wake-up.
     pub late_wakes: Vec<PageId>,
@@ -154,6 +159,8 @@ pub struct Pages<M: Memory> {
     pub stats: Stats,
     /// Sizes that follow from the bound.
     pub sizes: Sizes,
+    /// The part of the run's bound that this process has; `None` if its bound is its own.
+    lease: Option<Lease>,
     fingerprints: Fingerprints,
     state: Mutex<State>,
     /// Slots in the backing memory. They are not a part of `state`, because the page server of
@@ -194,6 +201,7 @@ impl<M: Memory> Pages<M> {
             }),
             resident: 0,
             limit: sizes.limit,
+            owed: 0,
             late_wakes: Vec::new(),
             taken_out: 0,
             stamp_pages: u64::from(sizes.limit / u32::from(RECENT_STAMPS)).max(1),
@@ -205,6 +213,7 @@ impl<M: Memory> Pages<M> {
             backing,
             stats,
             sizes,
+            lease: None,
             fingerprints,
             state: Mutex::new(state),
             slots: Mutex::new(slots),

@@ -76,6 +76,11 @@ impl Sizes {
         self.first_demand_frame() + DEMAND_FRAMES
     }
 
+    /// Returns the frames of prefetch windows.
+    pub fn window_frames(&self) -> u32 {
+        self.windows * self.window
+    }
+
     /// Returns these sizes for a transport with `frames` frames. `None` if these are too few, or
     /// take more than half of the bound.
     pub fn with_frames(self, frames: u32) -> Option<Self> {

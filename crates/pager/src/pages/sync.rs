@@ -102,7 +102,12 @@ impl<M: Memory> Pages<M> {
     fn needs_blank(&self, seen: Entry, request: &Request) -> bool {
         match seen.state() {
             PageState::Remote => true,
-            PageState::Absent => !request.over_limit && self.state().room() == 0,
+            PageState::Absent if request.over_limit => false,
+            PageState::Absent => {
+                let mut state = self.state();
+                self.extend(&mut state);
+                state.room() == 0
+            }
             PageState::Resident | PageState::Shelved => false,
         }
     }

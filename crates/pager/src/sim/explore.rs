@@ -126,6 +126,7 @@ fn small() -> Setup {
         chunk_pages: 4,
         capacity: u32::MAX,
         resizes: 0,
+        shared_units: None,
         pins: 0,
         inherits: false,
         policy: Name::default(),

@@ -33,6 +33,8 @@ thread_local! {
     static SPAWNED: RefCell<Vec<(String, Program)>> = const { RefCell::new(Vec::new()) };
     /// Returns true if no fiber may be suspended now, because it holds a lock.
     static LOCKED: RefCell<Option<Box<dyn Fn() -> bool>>> = const { RefCell::new(None) };
+    /// Fibers that are killed, with the number of points before.
+    static KILLS: RefCell<Vec<(usize, u32)>> = const { RefCell::new(Vec::new()) };
     /// Stacks of ended fibers.
     static STACKS: RefCell<Vec<DefaultStack>> = const { RefCell::new(Vec::new()) };
     /// Lines of the trace, if a trace is recorded.
@@ -54,9 +56,36 @@ pub(crate) fn step() -> Option<u32> {
     current().map(|_| STEP.get())
 }
 
+/// Payload of the unwinding that ends a killed fiber.
+struct Killed;
+
+/// Ends the running fiber after `points` further points, as SIGKILL ends a process.
+pub(crate) fn kill_after(points: u32) {
+    let fiber = current().expect("only a fiber can be killed");
+    KILLS.with_borrow_mut(|kills| kills.push((fiber, points)));
+}
+
+/// Returns true if a fiber was killed.
+pub(crate) fn is_killed(fiber: usize) -> bool {
+    KILLS.with_borrow(|kills| kills.contains(&(fiber, 0)))
+}
+
+fn may_be_killed() {
+    let Some(fiber) = current() else { return };
+    KILLS.with_borrow_mut(|kills| {
+        if let Some((_, points)) = kills.iter_mut().find(|(killed, _)| *killed == fiber) {
+            *points = points.saturating_sub(1);
+        }
+    });
+    if is_killed(fiber) {
+        std::panic::resume_unwind(Box::new(Killed));
+    }
+}
+
 /// Lets the schedule choose another fiber to run. Has no effect outside of fibers, or while the
 /// fiber holds a lock of the pager's logic.
 pub(crate) fn point() {
+    may_be_killed();
     if RUNNING.get().is_some() && !LOCKED.with_borrow(|locked| locked.as_ref().is_some_and(|l| l()))
     {
         suspend(Suspension::Point);
@@ -175,6 +204,7 @@ pub(crate) fn run(
     max_steps: u32,
 ) -> Result<u32, String> {
     LOCKED.set(Some(Box::new(locked)));
+    KILLS.take();
     let mut fibers: Vec<Fiber> = Vec::new();
     let result = run_all(&mut fibers, schedule, &check, max_steps);
     RUNNING.set(None);
@@ -226,6 +256,10 @@ fn run_all(
         match resumed {
             Ok(Some(why)) => fiber.why = why,
             Ok(None) => fiber.is_done = true,
+            Err(panic) if panic.is::<Killed>() => {
+                RUNNING.set(None);
+                fiber.is_done = true;
+            }
             Err(panic) => {
                 let text = panic.downcast_ref::<String>().cloned();
                 let text = text.or_else(|| panic.downcast_ref::<&str>().map(|t| t.to_string()));

@@ -28,6 +28,8 @@ pub(crate) enum Kind {
     Forks,
     /// The limit changes.
     Resizes,
+    /// The process shares the bound with another one, and the bound changes.
+    Leases,
     /// Threads move pages.
     Moves,
     /// Devices pin pages.
@@ -68,6 +70,7 @@ pub(crate) fn setup(kind: Kind, seed: u64) -> Setup {
         chunk_pages: random.pick(&[4, 16, 64]),
         capacity: u32::MAX,
         resizes: 0,
+        shared_units: None,
         pins: 0,
         inherits: false,
         policy: Name::default(),
@@ -124,6 +127,14 @@ pub(crate) fn setup(kind: Kind, seed: u64) -> Setup {
             program.drops = random.pick(&[0, 12]);
         }
         Kind::Resizes => setup.resizes = random.within(2..=10),
+        Kind::Leases => {
+            setup.sizes.window = random.pick(&[1, 2]);
+            setup.shared_units = Some(random.within(4..=14));
+            setup.pages = random.within(20..=80);
+            program.operations *= 2;
+            program.forks = random.pick(&[0, 0, 24]);
+            program.drops = random.pick(&[0, 12]);
+        }
         Kind::Moves => {
             program.moves = 6;
             program.raw_drops = random.pick(&[0, 12]);

@@ -21,6 +21,7 @@
 //!   is in flight.
 //! - [`oracle`]: the expected content of each page.
 //! - [`world`]: a process, and the checks after each step and at the end.
+//! - [`rival`]: another process of the run, and changes of the bound that both share.
 //! - [`kinds`]: programs and sizes. [`explore`]: all orders of a small world.
 //!
 //! `GRANARY_PAGER_SEEDS=FROM..TO` sets the seeds. A failed seed is run again with a trace.
@@ -31,6 +32,7 @@ mod kinds;
 mod oracle;
 mod program;
 pub(crate) mod random;
+mod rival;
 mod threads;
 mod transport;
 mod world;
@@ -45,7 +47,7 @@ use random::Random;
 use world::Summary;
 
 /// A random order. Each seed prefers some fibers, and changes between them more or less often.
-struct RandomOrder {
+pub(crate) struct RandomOrder {
     random: Random,
     weights: Vec<u32>,
     /// Average number of steps of a fiber before another fiber runs.
@@ -53,7 +55,7 @@ struct RandomOrder {
 }
 
 impl RandomOrder {
-    fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         let mut random = Random::new(seed, 20);
         let weights = (0..32).map(|_| random.pick(&[1, 4, 4, 16])).collect();
         let stay = random.pick(&[1, 2, 8, 40]);
@@ -146,6 +148,7 @@ kinds! {
     pages_keep_their_content_with_a_full_pool: FullPool,
     children_see_their_parent_at_the_fork: Forks,
     pages_keep_their_content_while_the_limit_changes: Resizes,
+    pages_keep_their_content_with_a_shared_bound: Leases,
     moved_pages_keep_their_content: Moves,
     devices_write_to_pinned_pages: Pins,
     copied_pages_keep_their_content: Copies,

@@ -106,6 +106,9 @@ pub(crate) fn worker(world: &Rc<World>) {
         if !world.setup.inline {
             while world.pages.work(&mut hand, BATCH_PAGES) && !world.forking.is_asked.get() {}
         }
+        let is_idle = world.random.borrow_mut().once_in(2);
+        world.pages.review_lease(is_idle);
+        world.pages.return_pages(&mut hand, || world.forking.is_asked.get());
         world.pages.update_gauges();
         wait_until("waits for work", || world.worker_wakes.get() != seen || world.is_idle());
         if world.worker_wakes.get() == seen {

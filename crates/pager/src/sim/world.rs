@@ -8,6 +8,7 @@ use super::fiber::{self, Schedule, pause, spawn, trace, wait_until};
 use super::oracle::Oracle;
 use super::program::{self, Program};
 use super::random::Random;
+use super::rival;
 use super::threads;
 use super::transport::ModelTransport;
 use crate::backing::Backing;
@@ -42,6 +43,8 @@ pub(crate) struct Setup {
     pub capacity: u32,
     /// Changes of the limit.
     pub resizes: u32,
+    /// Units of the bound that the process shares with another one.
+    pub shared_units: Option<u32>,
     /// Pages that devices pin, one after another.
     pub pins: u32,
     /// The process is a promoted child: some of its pages are in its parent's slots.
@@ -117,8 +120,14 @@ impl World {
         let policy = setup.policy.policy(sizes.limit, pages, random(4).bits());
         let policy = Counted::new(policy.expect("memory for the order of eviction"));
         let policy = AnyPolicy::Counted(Box::new(policy));
+        let logic = Pages::new(table, memory, backing, stats, sizes, prints, policy);
+        let logic = match setup.shared_units {
+            Some(units) => logic.with_lease(rival::lease(units), rival::RESERVED_PAGES),
+            None => logic,
+        };
         let world = Rc::new(Self {
-            pages: Pages::new(table, memory, backing, stats, sizes, prints, policy),
+            allowed: Cell::new(if setup.shared_units.is_some() { 0 } else { sizes.limit }),
+            pages: logic,
             pool,
             oracle: RefCell::new(Oracle::new(pages)),
             random: RefCell::new(random(3)),
@@ -133,7 +142,6 @@ impl World {
             servers: Cell::new(setup.handlers + 1),
             is_over: Cell::new(false),
             forking: Forking::default(),
-            allowed: Cell::new(sizes.limit),
             over_limit: Cell::new(0),
             blanks: Cell::new(0),
             raw_drops: Cell::new(false),
@@ -190,11 +198,22 @@ impl World {
             let state = self.pages.state();
             (state.present(), state.limit)
         };
-        let allowed = self.allowed.get();
+        let lease = self.pages.lease().map(|lease| rival::may_be_present(&self.pages, lease));
+        // With a lease, what is leased at this moment; beyond it only pages of a forking thread.
+        let allowed = self.allowed.get().max(lease.unwrap_or(0));
         match self.over_limit.get() {
             0 => {
                 assert!(present <= allowed, "{present} pages are present, allowed are {allowed}");
-                self.allowed.set(limit.max(allowed.min(present)));
+                self.allowed.set(match lease {
+                    Some(leased) => {
+                        if present > leased {
+                            present
+                        } else {
+                            0
+                        }
+                    }
+                    None => limit.max(allowed.min(present)),
+                });
             }
             faults => {
                 // Each attempt to serve such a fault may need one more page.
@@ -398,6 +417,11 @@ pub(crate) fn run(
         let world = world.clone();
         world.running.set(world.running.get() + 1);
         spawn("resizer", move || threads::resizer(&world));
+    }
+    if setup.shared_units.is_some() {
+        let world = world.clone();
+        world.running.set(world.running.get() + 1);
+        spawn("rival", move || rival::run(&world));
     }
     if setup.pins > 0 {
         let world = world.clone();

@@ -376,36 +376,57 @@ pub fn file_size_limit() -> u64 {
     limit.rlim_cur
 }
 
+/// Returns true if the calling thread has a real-time scheduling policy.
+pub(crate) fn is_real_time() -> bool {
+    // SAFETY: reads the calling thread's policy.
+    let policy = unsafe { libc::sched_getscheduler(0) } & !libc::SCHED_RESET_ON_FORK;
+    matches!(policy, libc::SCHED_FIFO | libc::SCHED_RR)
+}
+
 /// Waits while `*word == expected`, at most `timeout_ms` (forever if `None`). May return early.
 pub fn futex_wait(word: &std::sync::atomic::AtomicU32, expected: u32, timeout_ms: Option<u64>) {
+    wait_on(word, expected, timeout_ms, libc::FUTEX_PRIVATE_FLAG);
+}
+
+/// As [`futex_wait`], on a word that other processes map too.
+pub fn futex_wait_shared(
+    word: &std::sync::atomic::AtomicU32,
+    expected: u32,
+    timeout_ms: Option<u64>,
+) {
+    wait_on(word, expected, timeout_ms, 0);
+}
+
+fn wait_on(
+    word: &std::sync::atomic::AtomicU32,
+    expected: u32,
+    timeout_ms: Option<u64>,
+    flags: i32,
+) {
     let time = timeout_ms.map(|ms| libc::timespec {
         tv_sec: (ms / 1000) as i64,
         tv_nsec: (ms % 1000 * 1_000_000) as i64,
     });
     let pointer = time.as_ref().map_or(std::ptr::null(), |t| t as *const libc::timespec);
-    let operation = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
+    let operation = libc::FUTEX_WAIT | flags;
     // SAFETY: the word and the time outlive the call.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), operation, expected, pointer) };
 }
 
 /// Wakes all threads that wait on `word`.
 pub fn futex_wake(word: &std::sync::atomic::AtomicU32) {
-    let operation = libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG;
+    wake_on(word, libc::FUTEX_PRIVATE_FLAG);
+}
+
+/// As [`futex_wake`], on a word that other processes map too.
+pub fn futex_wake_shared(word: &std::sync::atomic::AtomicU32) {
+    wake_on(word, 0);
+}
+
+fn wake_on(word: &std::sync::atomic::AtomicU32, flags: i32) {
+    let operation = libc::FUTEX_WAKE | flags;
     // SAFETY: the word outlives the call.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), operation, i32::MAX) };
-}
-
-/// As [`futex_wait`], on a word that processes share, and without a timeout.
-pub fn futex_wait_shared(word: &std::sync::atomic::AtomicU32, expected: u32) {
-    let none = std::ptr::null::<libc::timespec>();
-    // SAFETY: the word outlives the call.
-    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, expected, none) };
-}
-
-/// As [`futex_wake`], on a word that processes share.
-pub fn futex_wake_shared(word: &std::sync::atomic::AtomicU32) {
-    // SAFETY: the word outlives the call.
-    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
 }
 
 #[cfg(test)]
