@@ -75,8 +75,8 @@ pub struct Flights {
     /// Windows whose frames count in the bound, the first ones. A process that shares the bound of
     /// its run opens a window when it needs it.
     opened: usize,
-    /// The limit was lowered for one more window, which can be opened once no more pages are present
-    /// than that.
+    /// The limit was lowered for one more window, which can be opened once the present pages are
+    /// within the limit.
     is_opening: bool,
 }
 
