@@ -129,10 +129,17 @@ pub struct Stats {
     words: *const AtomicU64,
 }
 
-// SAFETY: the words are atomics in a mapping that is never unmapped.
+// SAFETY: the words are atomics in a mapping that lives as long as the value.
 unsafe impl Send for Stats {}
 // SAFETY: as above.
 unsafe impl Sync for Stats {}
+
+impl Drop for Stats {
+    fn drop(&mut self) {
+        // SAFETY: no reference to the words outlives the value.
+        let _ = unsafe { sys::unmap_anonymous(self.words as usize, WORDS * 8) };
+    }
+}
 
 impl Stats {
     /// Creates counters in private memory.
@@ -161,7 +168,7 @@ impl Stats {
 
     fn word(&self, index: usize) -> &AtomicU64 {
         assert!(index < WORDS);
-        // SAFETY: in bounds of a mapping that lives as long as the process.
+        // SAFETY: in bounds of a mapping that lives as long as the value.
         unsafe { &*self.words.add(index) }
     }
 
