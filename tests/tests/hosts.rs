@@ -250,7 +250,8 @@ fn programs_page_to_another_host() -> Result<()> {
     let plain = Command::new("python3").args(["-c", script]).output()?;
     ensure!(plain.status.success(), "python3 runs");
     let mut command = hosts.command(1, granary());
-    command.args(["run", "--stats", "--local", "24MiB", "--pool", &format!("roce://[{}]", V6[0])]);
+    let pool = format!("roce://[{}]", V6[0]);
+    command.args(["run", "--stats", "--local-each", "24MiB", "--pool", &pool]);
     command.arg("--token-file").arg(node.token()).args(["--", "python3", "-c", script]);
     let paged = command.output()?;
     let stderr = String::from_utf8_lossy(&paged.stderr);
