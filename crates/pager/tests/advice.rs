@@ -59,12 +59,18 @@ impl Memory {
         self.pager.stats().get(counter)
     }
 
-    /// Takes pages out, and waits until at most `resident` pages of the mapping are resident.
+    /// Takes pages out, and waits until at most `resident` pages of the mapping are resident. The
+    /// advice is repeated after a while without effect: the evictor passes over pages that the
+    /// handler still has BUSY after it has woken their thread.
     fn take_out(&self, pages: std::ops::Range<usize>, advice: i32, resident: u32) {
-        self.advise(pages, advice);
-        let end = Instant::now() + Duration::from_secs(60);
+        let (start, mut advised) = (Instant::now(), None::<Instant>);
         while self.pager.resident() > resident + self.beyond {
-            assert!(Instant::now() < end, "{} pages stay resident", self.pager.resident());
+            if advised.is_none_or(|at| at.elapsed() > Duration::from_millis(500)) {
+                self.advise(pages.clone(), advice);
+                advised = Some(Instant::now());
+            }
+            let waited = start.elapsed() < Duration::from_secs(60);
+            assert!(waited, "{} pages stay resident", self.pager.resident());
             std::thread::yield_now();
         }
     }
