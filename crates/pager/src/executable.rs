@@ -1,5 +1,5 @@
-//! Kinds of executable files, as far as the pager must tell them apart (System V ABI, chapters 4
-//! and 5).
+//! Classification of ELF files by whether the pager can serve their programs (System V ABI,
+//! chapters 4 and 5).
 
 use std::fs::File;
 use std::io;
@@ -131,7 +131,7 @@ fn needs_libc(file: &File, segments: &[Segment]) -> io::Result<bool> {
         segment.kind == PT_LOAD && strings.wrapping_sub(segment.address) < segment.bytes
     };
     let Some(load) = segments.iter().find(holds) else { return Ok(false) };
-    let strings = load.offset + (strings - load.address);
+    let strings = load.offset.saturating_add(strings - load.address);
     for (_, name) in entries.iter().filter(|(tag, _)| *tag == DT_NEEDED) {
         if read_part(file, strings.saturating_add(*name), 8)?.starts_with(b"libc.so") {
             return Ok(true);
@@ -204,6 +204,15 @@ mod tests {
         };
         assert_eq!(with_libc(b"???\0libc.so.6\0"), Some(Kind::Dynamic));
         assert_eq!(with_libc(b"???\0libm.so.6\0"), Some(Kind::GoWithoutLibc));
+        // The loaded segment claims to lie at the end of all offsets.
+        let mut damaged = elf(&[
+            (PT_INTERP, b"/lib/ld.so"),
+            (PT_NOTE, NOTE),
+            (PT_LOAD, b"???\0libc.so.6\0"),
+            (PT_DYNAMIC, &dynamic),
+        ]);
+        damaged[64 + 2 * 56 + 8..64 + 2 * 56 + 16].fill(0xff);
+        assert_eq!(kind(&damaged), Some(Kind::GoWithoutLibc));
         let mut other = elf(&[]);
         other[18] = 3;
         assert_eq!(kind(&other), Some(Kind::Foreign));

@@ -42,7 +42,7 @@ impl Pager {
             return Err(NEEDS_PROMOTION);
         }
         let pages = pages_of(request.len)?;
-        // The memory limit of the program is the pager's business, as in the region.
+        // Without a reservation: the pager bounds resident memory, and the mapping may be larger.
         let flags = request.flags & !libc::MAP_POPULATE | libc::MAP_NORESERVE;
         let request = MapRequest { flags, ..request };
         let empty = MapRequest { prot: libc::PROT_NONE, ..request };

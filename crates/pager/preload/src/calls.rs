@@ -1,4 +1,4 @@
-//! `syscall`, as far as the pager must know of it: a seccomp filter for all threads.
+//! Interposes `syscall` to detect a seccomp filter for all threads, on x86-64.
 //!
 //! A program's filter with `SECCOMP_FILTER_FLAG_TSYNC` also applies to the pager's threads, which
 //! need system calls that no program's filter expects (`ioctl` on a userfaultfd). The kernel would
