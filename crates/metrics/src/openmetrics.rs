@@ -32,7 +32,11 @@ struct Page(Samples);
 impl Collector for Page {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let samples: Vec<&Sample> = self.0.iter().collect();
-        for family in samples.chunk_by(|a, b| a.metric.name == b.metric.name) {
+        let is_family = |a: &&Sample, b: &&Sample| {
+            // Two metrics may differ only in their units, as a count and a length do.
+            (a.metric.name, a.metric.unit) == (b.metric.name, b.metric.unit)
+        };
+        for family in samples.chunk_by(is_family) {
             let metric = family[0].metric;
             let unit = match metric.unit {
                 Unit::Count => None,
@@ -123,6 +127,26 @@ granary_t_time_seconds_count 4
 granary_t_time_seconds_bucket{le=\"0.000001\"} 2
 granary_t_time_seconds_bucket{le=\"0.000002\"} 3
 granary_t_time_seconds_bucket{le=\"+Inf\"} 4
+# EOF
+";
+        assert_eq!(page(samples).unwrap(), expected);
+    }
+
+    #[test]
+    fn metrics_that_differ_only_in_their_unit_are_two_families() {
+        const METRICS: &[Metric] =
+            &[counter("t_maps", "Maps."), counter("t_maps", "Length.").in_unit(Unit::Bytes)];
+        let mut samples = Samples::default();
+        samples.push(&METRICS[0], &1u64);
+        samples.push(&METRICS[1], &4096u64);
+        let expected = "\
+# HELP granary_t_maps Maps.
+# TYPE granary_t_maps counter
+granary_t_maps_total 1
+# HELP granary_t_maps_bytes Length.
+# TYPE granary_t_maps_bytes counter
+# UNIT granary_t_maps_bytes bytes
+granary_t_maps_bytes_total 4096
 # EOF
 ";
         assert_eq!(page(samples).unwrap(), expected);
