@@ -4,9 +4,10 @@
 //! The handler serves a fault on the core of the faulting thread, and still runs there when it
 //! wakes the thread. The kernel therefore starts the thread on the other core if that core is idle.
 //! The thread then waits until that core has left its sleep state, which takes 20 to 40 us in a
-//! virtual machine, and the next fault begins on the core that the handler is not on. Where a NIC
-//! thread polls on the other core, the core is not idle. Where pages move without a NIC
-//! ([`crate::direct_transport`]), this thread polls instead, at the lowest priority.
+//! virtual machine, and the next fault begins on the core that the handler is not on. Therefore
+//! this thread polls there, at the lowest priority. A NIC thread polls there too, but sleeps
+//! between requests: the programs of `granary quickstart`, which page by the NIC, took 20 and 71 s
+//! without this thread, and 13 and 29 s with it.
 //!
 //! The thread belongs to `granary run` and not to the paged process. A thread of the paged process
 //! would use the process's page tables on the other core, and each page that the handler moves

@@ -75,7 +75,7 @@ pub fn run_in(
     }
     drop(Uffd::open(Features::default())?);
     // A core that goes idle only slows faults down.
-    let awake = if config.is_direct { AwakeThread::start().ok().flatten() } else { None };
+    let awake = AwakeThread::start().ok().flatten();
     let config = Config {
         run_directory: Some(directory.0.clone()),
         fault_times: awake.as_ref().map(AwakeThread::path),
