@@ -24,7 +24,7 @@ use crate::extent::set_fences;
 use crate::fingerprint::Fingerprints;
 use crate::fork::inheritance::Inheritance;
 use crate::fork::state::Forks;
-use crate::memory::linux::LinuxMemory;
+use crate::memory::linux::{LinuxMemory, Way};
 use crate::node_sockets::Sockets;
 use crate::page_table::PageTable;
 use crate::pages::{Pages, Sizes};
@@ -33,7 +33,7 @@ use crate::pool_transport;
 use crate::region::{RangeSet, Region, Space};
 use crate::stats::{Counter, Stats};
 use crate::store::FileTransport;
-use crate::sys::{self, FileSizeSignalBlocked, PAGE_BYTES};
+use crate::sys::{self, FileSizeSignalBlocked, PAGE_BYTES, SignalsBlocked};
 use crate::trace_recorder::Recorder;
 use crate::transport::Transport;
 use crate::uffd::{Features, Uffd};
@@ -62,6 +62,7 @@ fn measure_at_exit() {
     extern "C" fn at_exit() {
         if let Some(pager) = current() {
             pager.measure_unpaged(true);
+            pager.note_at_exit();
         }
     }
     if !DONE.swap(true, Ordering::AcqRel) {
@@ -100,6 +101,8 @@ pub struct Pager {
     space: Mutex<Space>,
     /// Advice of the program on its accesses.
     pub(crate) advice: Arc<AdviceMap>,
+    /// Pages that the program needs soon, for the worker.
+    pub(crate) advised_in: Mutex<Vec<Range<u32>>>,
     /// Pages that the program does not need soon, for the worker.
     pub(crate) advised_out: Mutex<Vec<Range<u32>>>,
     /// Pages that are mapped without PROT_READ.
@@ -237,6 +240,7 @@ impl Pager {
         drop(blocked);
         stats.set(Counter::ChunkBytes, transport.chunk_bytes() as u64);
         stats.set(Counter::DirectProcesses, transport.stats().is_direct.into());
+        stats.record_way(memory.why_copying());
         let fingerprints = Fingerprints::new().map_err(system("get random numbers"))?;
         let policy = config
             .policy
@@ -254,6 +258,7 @@ impl Pager {
             trace,
             space: Mutex::new(space),
             advice,
+            advised_in: Mutex::default(),
             advised_out: Mutex::default(),
             region,
             worker_wakes: AtomicU32::new(0),
@@ -310,6 +315,11 @@ impl Pager {
         self.config.allow_unpaged
     }
 
+    /// Returns true if the kernel moves pages, and false if the pager copies them.
+    pub fn moves_pages(&self) -> bool {
+        self.pages.memory.way() == Way::Move
+    }
+
     /// Returns the number of pages that are present: resident, or on the shelf.
     pub fn present(&self) -> u32 {
         self.pages.present()
@@ -350,6 +360,14 @@ impl Pager {
             self.stats().record_unpaged(usage, !self.forks.is_light());
         }
         measured.is_some()
+    }
+
+    /// Updates the counters that the worker updates at intervals. A light child has its parent's.
+    fn note_at_exit(&self) {
+        if !self.forks.is_light() {
+            let _blocked = SignalsBlocked::new();
+            self.pages.update_gauges();
+        }
     }
 
     /// Ends the process because a necessary operation failed. Continuing could expose wrong data to
