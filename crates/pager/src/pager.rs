@@ -24,7 +24,7 @@ use crate::extent::set_fences;
 use crate::fingerprint::Fingerprints;
 use crate::fork::inheritance::Inheritance;
 use crate::fork::state::Forks;
-use crate::memory::linux::{LinuxMemory, Way};
+use crate::memory::linux::{LinuxMemory, Way, WhyCopying};
 use crate::node_sockets::Sockets;
 use crate::page_table::PageTable;
 use crate::pages::{Pages, Sizes};
@@ -170,7 +170,11 @@ impl Pager {
             sockets,
             advice: Arc::new(advice),
         };
-        Self::assemble(config, transport, parts)
+        let pager = Self::assemble(config, transport, parts)?;
+        if let Some(why @ WhyCopying::FailedTest(_)) = pager.pages.memory.why_copying() {
+            sys::say(&format!("pages are copied and not moved, which is slower: {why}"));
+        }
+        Ok(pager)
     }
 
     /// Assembles a pager from its resources.

@@ -47,7 +47,7 @@ int main(int argc, char **argv) {
     if (fstatfs(fd, &system)) return perror("fstatfs"), 1;
     if (system.f_type != EXT4_SUPER_MAGIC && system.f_type != XFS_SUPER_MAGIC &&
         system.f_type != BTRFS_SUPER_MAGIC)
-        return printf("no file system here that is known to pin pages: %#lx\n", (long)system.f_type), 77;
+        return printf("file system %#lx: may not pin pages\n", (long)system.f_type), 77;
     int opened = (fcntl(fd, F_GETFL) & O_DIRECT) != 0;
     if (fcntl(fd, F_SETFL, 0) || (fcntl(fd, F_GETFL) & O_DIRECT)) return puts("F_SETFL clears"), 1;
     if (fcntl(fd, F_SETFL, O_DIRECT)) return perror("F_SETFL"), 1;

@@ -23,7 +23,8 @@ static ssize_t splice_from(int fd, void *from, size_t len, unsigned flags) {
     /* Two ranges, the second one empty. */
     struct iovec *ranges = malloc(2 * sizeof *ranges);
     ranges[0] = (struct iovec){from, len}, ranges[1] = (struct iovec){from, 0};
-    ssize_t done = raw ? syscall(SYS_vmsplice, fd, ranges, 2ul, flags) : vmsplice(fd, ranges, 2, flags);
+    ssize_t done = raw ? syscall(SYS_vmsplice, fd, ranges, 2ul, flags)
+                       : vmsplice(fd, ranges, 2, flags);
     int error = errno;
     free(ranges);
     errno = error;
@@ -33,7 +34,8 @@ static ssize_t splice_from(int fd, void *from, size_t len, unsigned flags) {
 /* Takes all other pages out of memory, and uses their memory again. */
 static void press(int round) {
     for (int pass = 0; pass < 2; pass++)
-        for (size_t at = 0; at < SIZE; at += 64) other[at] = (unsigned char)(at / 64 + round + pass);
+        for (size_t at = 0; at < SIZE; at += 64)
+            other[at] = (unsigned char)(at / 64 + round + pass);
 }
 
 static void read_back(int fd, const unsigned char *expected, size_t len) {
@@ -125,7 +127,8 @@ int main(int argc, char **argv) {
     block = aligned_alloc(PIECE, SIZE), other = aligned_alloc(PIECE, SIZE);
     for (size_t at = 0; at < SIZE; at++) block[at] = (unsigned char)(at * 2654435761u >> 13);
     /* A copy that is not paged. */
-    unsigned char *copy = mmap(NULL, 4 * PIPE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    unsigned char *copy = mmap(NULL, 4 * PIPE, PROT_READ | PROT_WRITE,
+                               MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     memcpy(copy, block, 4 * PIPE);
     check_content(copy);
     int ends[2];

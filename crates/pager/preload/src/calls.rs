@@ -1,5 +1,5 @@
-//! Interposes `syscall`, on x86-64: to detect a seccomp filter for all threads, and for the calls of
-//! [`crate::unpinned`].
+//! Interposes `syscall`, on x86-64: to detect a seccomp filter for all threads, and for the system
+//! calls of [`crate::unpinned`].
 //!
 //! A program's filter with `SECCOMP_FILTER_FLAG_TSYNC` also applies to the pager's threads, which
 //! need system calls that no program's filter expects (`ioctl` on a userfaultfd). The kernel would
@@ -17,9 +17,8 @@ mod x86_64 {
     use crate::reentrancy::ReentrancyGuard;
     use crate::{early, unpinned};
 
-    /// syscall(2). Calls no other function unless the number is that of an interposed system call or
-    /// the call fails, so it also works before this library is relocated and where the system call
-    /// returns on another stack.
+    /// syscall(2). Calls no other function unless the system call is interposed or fails, so it also
+    /// works before this library is relocated and where the system call returns on another stack.
     ///
     /// # Safety
     /// As in C.

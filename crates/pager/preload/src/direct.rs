@@ -3,7 +3,7 @@
 //! For a direct read, the device writes to the memory of the pages at the time when the read began.
 //! If a page is evicted meanwhile, the bytes are lost. A page that the kernel has pinned for the
 //! read refuses to be moved, but not to be copied. So a file keeps `O_DIRECT` only if pages are
-//! moved ([`pager::Pager::moves_pages`]) and the file system pins pages ([`PINNING`]). Otherwise the
+//! moved ([`pager::Pager::moves_pages`]) and the file system pins pages ([`PINNING`]). If not, the
 //! program gets the page cache, which copies through the program's own mapping. This violates no
 //! guarantee of `O_DIRECT`: durability is guaranteed by `O_SYNC` and `fsync`.
 //!
@@ -78,7 +78,7 @@ type OpenAt = unsafe extern "C" fn(c_int, *const c_char, c_int, c_uint) -> c_int
 type Fcntl = unsafe extern "C" fn(c_int, c_int, c_long) -> c_int;
 
 /// File systems whose direct I/O pins pages, on the kernels that can move pages. Others only
-/// reference them (NFS, and FUSE before Linux 6.14), or pass the request on to any other file system
+/// reference them (NFS, and FUSE on some kernels), or pass the request on to any other file system
 /// (overlayfs).
 const PINNING: [i64; 5] = [
     libc::EXT4_SUPER_MAGIC as i64,

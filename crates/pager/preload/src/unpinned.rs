@@ -147,7 +147,8 @@ unsafe fn write_part(fd: c_int, range: &libc::iovec, waits: bool) -> Result<usiz
     // A pipe that is writable has room for a page.
     let bytes = range.iov_len.min(PAGE_BYTES);
     loop {
-        // SAFETY: by the caller. The C library's function is a cancellation point, as `vmsplice` is.
+        // The C library's function is a cancellation point, as `vmsplice` is.
+        // SAFETY: by the caller.
         match unsafe { libc::write(fd, range.iov_base, bytes) } {
             -1 => match errno() {
                 // `vmsplice` does not regard O_NONBLOCK of the descriptor.
