@@ -9,9 +9,11 @@
 //! | `session` | packets and requests to the shared-memory port | every packet gets an answer; another session works |
 //! | `service` | packets to a memory node's socket | the memory node answers another client |
 //! | `trace` | a fault trace | decoding checks every field; an encoded trace decodes to the same events |
+//! | `executable` | the file of a program | decoding ends; only ELF files have a kind |
 //! | `hosts` | bytes to a memory node's TCP port | the memory node answers another host |
 
 pub mod engine;
+pub mod executable;
 pub mod hosts;
 mod input;
 pub mod packets;

@@ -81,10 +81,15 @@ pub fn plain(program: &str, arguments: &[&str]) -> Outcome {
 
 /// Runs `program` with the pager: at most `local` bytes resident, the rest in the pool `pool`.
 pub fn paged(local: u64, pool: &str, program: &str, arguments: &[&str]) -> Outcome {
+    paged_with(&pager::Config::new(local, pool), program, arguments)
+}
+
+/// Runs `program` with the pager and these settings, but for the directory of the counters.
+pub fn paged_with(config: &pager::Config, program: &str, arguments: &[&str]) -> Outcome {
     static COUNT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
     let count = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     let directory = Scratch::new(&format!("run-{count}"));
-    let mut config = pager::Config::new(local, pool);
+    let mut config = config.clone();
     config.run_directory = Some(directory.0.clone());
     let mut command = Command::new(program);
     command.args(arguments).envs(config.to_environment()).env("LD_PRELOAD", library());

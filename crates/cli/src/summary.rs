@@ -51,8 +51,36 @@ pub struct RunSummary {
     pub fault_evict_us: f64,
     /// Pages read from the pool.
     pub pages_in: u64,
+    /// Pages that were read ahead.
+    pub prefetch_issued: u64,
+    /// Of these pages, those that the program needed.
+    pub prefetch_used: u64,
+    /// Of these pages, those that were reclaimed before the program needed them.
+    pub prefetch_wasted: u64,
+    /// Faults that waited for a page that was being read ahead.
+    pub prefetch_late: u64,
+    /// Faults on pages in the pool that were not read ahead.
+    pub prefetch_demand: u64,
+    /// used / (used + wasted); `None` if both are 0.
+    pub prefetch_accuracy: Option<f64>,
+    /// used / (used + demand); `None` if both are 0.
+    pub prefetch_coverage: Option<f64>,
+    /// late / used; `None` without used pages.
+    pub prefetch_late_share: Option<f64>,
     /// Pages written to the pool.
     pub pages_out: u64,
+    /// Pages taken out of the program's memory.
+    pub pages_evicted: u64,
+    /// Of these pages, those that were equal to their slot.
+    pub pages_evicted_clean: u64,
+    /// Of these pages, those that were all zero.
+    pub pages_evicted_zero: u64,
+    /// Of these pages, those of one repeated word.
+    pub pages_evicted_word: u64,
+    /// How pages leave the program's memory and come back: `move`, `copy`, or both.
+    pub pages_way: String,
+    /// Reason why pages are copied; `None` if no process copies.
+    pub pages_copied_because: Option<String>,
     /// Peak number of chunks held.
     pub chunks_peak: u64,
     /// Peak number of bytes in the pool.
@@ -95,6 +123,7 @@ impl RunSummary {
         let CpuTimes { nic, control } = CpuTimes::between(before, after);
         let counted = |counter| paged.get(counter);
         let FaultParts { read, evict, map } = paged.fault_parts_us();
+        let ahead = paged.prefetch();
         let if_faulted = |us: f64| (paged.faults() > 0).then_some(us);
         Self {
             local_limit_bytes: local.bytes(),
@@ -113,7 +142,21 @@ impl RunSummary {
             fault_map_us: map,
             fault_evict_us: evict,
             pages_in: counted(Counter::PagesIn),
+            prefetch_issued: ahead.issued,
+            prefetch_used: ahead.used,
+            prefetch_wasted: ahead.wasted,
+            prefetch_late: ahead.late,
+            prefetch_demand: ahead.demand,
+            prefetch_accuracy: ahead.accuracy(),
+            prefetch_coverage: ahead.coverage(),
+            prefetch_late_share: ahead.late_share(),
             pages_out: counted(Counter::PagesOut),
+            pages_evicted: counted(Counter::PagesEvicted),
+            pages_evicted_clean: counted(Counter::PagesCleanEvicted),
+            pages_evicted_zero: counted(Counter::PagesZeroEvicted),
+            pages_evicted_word: counted(Counter::PagesWordEvicted),
+            pages_way: paged.way().into(),
+            pages_copied_because: paged.why_copying().map(Into::into),
             chunks_peak: counted(Counter::PoolChunksPeak),
             remote_peak_bytes: paged.remote_bytes_peak(),
             overflow_peak_bytes: counted(Counter::OverflowChunksPeak)

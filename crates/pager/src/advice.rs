@@ -3,22 +3,26 @@
 //! | advice | effect |
 //! | --- | --- |
 //! | DONTNEED, FREE | the pages are dropped at once |
-//! | WILLNEED | pages that are not resident are brought in, up to half of the bound |
-//! | SEQUENTIAL, RANDOM, NORMAL | recorded: long read-ahead, none, or the usual one |
-//! | COLD, PAGEOUT | the worker takes the pages out soon |
+//! | WILLNEED | the worker brings in pages that are not resident, up to half of the bound |
+//! | SEQUENTIAL | recorded: long read-ahead, and pages that were read are the next victims |
+//! | RANDOM, NORMAL | recorded: no read-ahead, or the usual one |
+//! | COLD | resident pages are the next victims |
+//! | PAGEOUT | the worker takes the pages out soon |
 //! | DONTFORK, DOFORK | recorded, and passed to the kernel |
 //! | HUGEPAGE, MERGEABLE and their opposites | accepted and ignored |
 //! | MADV_WIPEONFORK and unknown advice | refused (`EINVAL`), as by an older kernel |
 
 use std::io;
 use std::ops::Range;
+use std::sync::Mutex;
+use std::sync::atomic::Ordering;
 
 use crate::errno::Errno;
 use crate::latch::{Item, Latch};
 use crate::mapping::errno;
 use crate::page_table::{PageId, State};
 use crate::pager::Pager;
-use crate::pages::Hand;
+use crate::pages::{Hand, Request};
 use crate::region::Piece;
 pub use crate::stream::Advice as Access;
 use crate::sys::{self, PAGE_BYTES, PAGE_SHIFT, SignalsBlocked};
@@ -80,6 +84,14 @@ impl AdviceMap {
     pub(crate) fn forget(&self, range: Range<u32>) {
         self.set(range, Access::Normal);
     }
+}
+
+/// The thread in whose name the worker brings pages in. No thread of Linux has this id.
+const ADVISED: u32 = 0;
+
+/// Takes the ranges for which the worker follows the program's advice.
+fn take(advised: &Mutex<Vec<Range<u32>>>) -> Vec<Range<u32>> {
+    std::mem::take(&mut *advised.lock().expect("no thread panics while it holds this lock"))
 }
 
 const MADV_COLD: i32 = 20;
@@ -177,21 +189,14 @@ impl Pager {
                 self.advice.set(range, access);
                 Ok(())
             }
-            libc::MADV_WILLNEED => {
-                // The handler serves the faults of this call, and it may need `space`'s other
-                // holders to proceed.
+            libc::MADV_WILLNEED | MADV_COLD | MADV_PAGEOUT => {
                 drop(space);
-                self.prefetch(range);
-                Ok(())
-            }
-            MADV_COLD | MADV_PAGEOUT => {
-                drop(space);
-                if !self.forks.is_light() {
-                    self.advised_out
-                        .lock()
-                        .expect("no thread panics while it holds this lock")
-                        .push(range);
-                    self.wake_worker(true);
+                match advice {
+                    // The page server serves a light child: no page is taken out.
+                    _ if self.forks.is_light() => {}
+                    MADV_COLD => self.pages.note_unneeded(range),
+                    libc::MADV_WILLNEED => self.leave_to_worker(&self.advised_in, range),
+                    _ => self.leave_to_worker(&self.advised_out, range),
                 }
                 Ok(())
             }
@@ -211,41 +216,55 @@ impl Pager {
         }
     }
 
-    /// Brings the pages of a range in that are not resident, in the order of addresses, up to half
-    /// of the bound. The handler serves the faults in long batches.
-    fn prefetch(&self, range: Range<u32>) {
-        if self.forks.is_light() {
-            return;
+    fn leave_to_worker(&self, advised: &Mutex<Vec<Range<u32>>>, range: Range<u32>) {
+        advised.lock().expect("no thread panics while it holds this lock").push(range);
+        self.wake_worker(true);
+    }
+
+    /// Brings in the pages of which the program has said that it needs them soon.
+    pub(crate) fn bring_in_advised(&self, hand: &mut Hand) {
+        for range in take(&self.advised_in) {
+            self.bring_in(hand, range);
         }
+    }
+
+    /// Brings the pages of a range in that are not resident, in the order of addresses, up to half
+    /// of the bound. Each page is served as if a thread had touched it, so that a stream reads the
+    /// next ones ahead. A fork ends the work, because it waits for this thread.
+    fn bring_in(&self, hand: &mut Hand, range: Range<u32>) {
         let mut left = self.limit() / 2;
-        let mut runs: Vec<Range<u32>> = Vec::new();
-        self.pages.table.touched(range, |part| {
-            for page in part {
-                let state = self.pages.table.load(PageId(page)).state();
+        self.pages.table.touched(range.clone(), |part| {
+            for page in part.map(PageId) {
+                let state = self.pages.table.load(page).state();
                 if left == 0 || !matches!(state, State::Remote | State::Shelved) {
                     continue;
                 }
-                left -= 1;
-                match runs.last_mut() {
-                    Some(run) if run.end == page => run.end += 1,
-                    _ => runs.push(page..page + 1),
+                let Some(address) = self.region.find_address(page) else { continue };
+                if self.forks.is_asked() || self.pages.fork_waits.load(Ordering::Acquire) {
+                    left = 0;
+                    continue;
                 }
+                let Range { start, end } = self.region.neighbours(page);
+                let request = Request {
+                    page,
+                    address,
+                    thread: ADVISED,
+                    write: false,
+                    bounds: start.max(range.start)..end.min(range.end),
+                    advice: Access::WillNeed,
+                    over_limit: false,
+                    alone: self.trace.is_some(),
+                };
+                let pages = self.pages.fault(hand, &request);
+                left = left.saturating_sub(pages);
+                self.pages.work(hand, pages);
             }
         });
-        for run in runs {
-            let Some(start) = self.region.find_address(PageId(run.start)) else { return };
-            // An error is ignored: advice need not have an effect. The range may have been unmapped
-            // or may have no access, and Linux before 5.14 does not know this advice.
-            let _ = kernel_advise(start, run.len() << PAGE_SHIFT, MADV_POPULATE_READ);
-        }
     }
 
     /// Takes out the pages of which the program has said that it does not need them soon.
     pub(crate) fn take_out_advised(&self, hand: &mut Hand) {
-        let ranges = std::mem::take(
-            &mut *self.advised_out.lock().expect("no thread panics while it holds this lock"),
-        );
-        for range in ranges {
+        for range in take(&self.advised_out) {
             self.pages.table.touched(range, |part| {
                 if !self.forks.is_asked() {
                     self.pages.take_out_range(hand, part);

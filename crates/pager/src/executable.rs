@@ -1,7 +1,6 @@
 //! Classification of ELF files by whether the pager can serve their programs (System V ABI,
 //! chapters 4 and 5).
 
-use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
@@ -50,7 +49,7 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 }
 
 /// Reads at most `bytes` bytes at an offset; fewer at the end of the file, and none behind it.
-fn read_part(file: &File, offset: u64, bytes: u64) -> io::Result<Vec<u8>> {
+fn read_part(file: &impl FileExt, offset: u64, bytes: u64) -> io::Result<Vec<u8>> {
     const LAST: u64 = i64::MAX as u64 - PART_MAX;
     if offset > LAST {
         return Ok(Vec::new());
@@ -71,7 +70,7 @@ fn read_part(file: &File, offset: u64, bytes: u64) -> io::Result<Vec<u8>> {
 ///
 /// # Errors
 /// Errors of reading the file.
-pub fn kind_of(file: &File) -> io::Result<Option<Kind>> {
+pub fn kind_of(file: &impl FileExt) -> io::Result<Option<Kind>> {
     let head = read_part(file, 0, 64)?;
     if head.len() < 64 || !head.starts_with(b"\x7fELF") {
         return Ok(None);
@@ -99,7 +98,7 @@ pub fn kind_of(file: &File) -> io::Result<Option<Kind>> {
 }
 
 /// Returns true if the file has Go's note with the id of the build.
-fn is_go(file: &File, segments: &[Segment]) -> io::Result<bool> {
+fn is_go(file: &impl FileExt, segments: &[Segment]) -> io::Result<bool> {
     const BUILD_ID: u32 = 4;
     for segment in segments.iter().filter(|segment| segment.kind == PT_NOTE) {
         let notes = read_part(file, segment.offset, segment.bytes)?;
@@ -117,7 +116,7 @@ fn is_go(file: &File, segments: &[Segment]) -> io::Result<bool> {
 }
 
 /// Returns true if the dynamic linker must load libc for the file.
-fn needs_libc(file: &File, segments: &[Segment]) -> io::Result<bool> {
+fn needs_libc(file: &impl FileExt, segments: &[Segment]) -> io::Result<bool> {
     let Some(dynamic) = segments.iter().find(|segment| segment.kind == PT_DYNAMIC) else {
         return Ok(false);
     };
@@ -142,6 +141,8 @@ fn needs_libc(file: &File, segments: &[Segment]) -> io::Result<bool> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+
     use super::*;
 
     fn kind(bytes: &[u8]) -> Option<Kind> {

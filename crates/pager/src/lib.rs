@@ -29,6 +29,9 @@
 //! - Where the kernel cannot move pages (before Linux 6.8), a system call that pins memory and
 //!   writes to it later by DMA (O_DIRECT reads, io_uring's fixed buffers) loses the write if the
 //!   page is taken out meanwhile: the kernel does not report pins to userfaultfd.
+//! - A page that the kernel references without a pin is moved, and the kernel then transfers other
+//!   content. The preload library keeps the program from `vmsplice` and `SO_ZEROCOPY`, but not from
+//!   io_uring's sends without a copy.
 //! - A process made by a raw `fork` or `clone` system call (not through libc) has no pager of its
 //!   own.
 

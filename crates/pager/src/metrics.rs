@@ -74,6 +74,21 @@ rows! {
     PagesWordEvicted: counter("pager_pages_evicted_word", "Pages of one repeated word evicted, \
                                                            without a slot."),
     PagesWordMapped: counter("pager_pages_word_mapped", "Pages mapped from a repeated word."),
+    PrefetchUsed: counter("pager_pages_read_ahead_used", "Pages read ahead that were needed."),
+    PrefetchWasted: counter("pager_pages_read_ahead_wasted", "Pages read ahead that were not \
+                                                              needed."),
+    PrefetchLate: counter("pager_faults_late", "Faults that waited for a page being read ahead."),
+    PrefetchDemand: counter("pager_faults_demand", "Faults on pages in the pool that were not \
+                                                    read ahead."),
+    ProcessesMoving: gauge("pager_processes_moving", "Paged processes whose pages are moved."),
+    ProcessesCopyingAsSet: gauge("pager_processes_copying_set", "Processes whose pages are copied \
+                                                                 because of GRANARY_PAGES=copy."),
+    ProcessesCopyingWithoutMove: gauge("pager_processes_copying_no_move", "Processes whose pages \
+                                                                           are copied on a kernel \
+                                                                           without UFFDIO_MOVE."),
+    ProcessesCopyingAfterTest: gauge("pager_processes_copying_test", "Processes whose pages are \
+                                                                      copied because the \
+                                                                      self-test failed."),
 }
 
 /// The declarations of all metrics of paged processes.

@@ -26,7 +26,7 @@ use crate::fork::inheritance::Inheritance;
 use crate::fork::state::Forks;
 use crate::leadership::Leadership;
 use crate::lease::Lease;
-use crate::memory::linux::LinuxMemory;
+use crate::memory::linux::{LinuxMemory, Way, WhyCopying};
 use crate::node_sockets::Sockets;
 use crate::page_table::PageTable;
 use crate::pages::{Pages, Sizes};
@@ -35,7 +35,7 @@ use crate::pool_transport;
 use crate::region::{RangeSet, Region, Space};
 use crate::stats::{Counter, Stats};
 use crate::store::FileTransport;
-use crate::sys::{self, FileSizeSignalBlocked, PAGE_BYTES};
+use crate::sys::{self, FileSizeSignalBlocked, PAGE_BYTES, SignalsBlocked};
 use crate::trace_recorder::Recorder;
 use crate::transport::Transport;
 use crate::uffd::{Features, Uffd};
@@ -64,6 +64,7 @@ fn measure_at_exit() {
     extern "C" fn at_exit() {
         if let Some(pager) = current() {
             pager.measure_unpaged(true);
+            pager.note_at_exit();
         }
     }
     if !DONE.swap(true, Ordering::AcqRel) {
@@ -119,6 +120,8 @@ pub struct Pager {
     space: Mutex<Space>,
     /// Advice of the program on its accesses.
     pub(crate) advice: Arc<AdviceMap>,
+    /// Pages that the program needs soon, for the worker.
+    pub(crate) advised_in: Mutex<Vec<Range<u32>>>,
     /// Pages that the program does not need soon, for the worker.
     pub(crate) advised_out: Mutex<Vec<Range<u32>>>,
     /// Pages that are mapped without PROT_READ.
@@ -188,7 +191,11 @@ impl Pager {
             advice: Arc::new(advice),
             lease: open_lease(config)?,
         };
-        Self::assemble(config, transport, parts)
+        let pager = Self::assemble(config, transport, parts)?;
+        if let Some(why @ WhyCopying::FailedTest(_)) = pager.pages.memory.why_copying() {
+            sys::say(&format!("pages are copied and not moved, which is slower: {why}"));
+        }
+        Ok(pager)
     }
 
     /// Assembles a pager from its resources.
@@ -260,6 +267,7 @@ impl Pager {
         drop(blocked);
         stats.set(Counter::ChunkBytes, transport.chunk_bytes() as u64);
         stats.set(Counter::DirectProcesses, transport.stats().is_direct.into());
+        stats.record_way(memory.why_copying());
         let fingerprints = Fingerprints::new().map_err(system("get random numbers"))?;
         let policy = config
             .policy
@@ -282,6 +290,7 @@ impl Pager {
             trace,
             space: Mutex::new(space),
             advice,
+            advised_in: Mutex::default(),
             advised_out: Mutex::default(),
             region,
             worker_wakes: AtomicU32::new(0),
@@ -339,6 +348,11 @@ impl Pager {
         self.config.allow_unpaged
     }
 
+    /// Returns true if the kernel moves pages, and false if the pager copies them.
+    pub fn moves_pages(&self) -> bool {
+        self.pages.memory.way() == Way::Move
+    }
+
     /// Returns the number of pages that are present: resident, or on the shelf.
     pub fn present(&self) -> u32 {
         self.pages.present()
@@ -385,6 +399,14 @@ impl Pager {
             self.stats().record_unpaged(usage, !self.forks.is_light());
         }
         measured.is_some()
+    }
+
+    /// Updates the counters that the worker updates at intervals. A light child has its parent's.
+    fn note_at_exit(&self) {
+        if !self.forks.is_light() {
+            let _blocked = SignalsBlocked::new();
+            self.pages.update_gauges();
+        }
     }
 
     /// Ends the process because a necessary operation failed. Continuing could expose wrong data to

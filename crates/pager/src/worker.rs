@@ -32,6 +32,7 @@ impl Pager {
             self.pages.reap(&mut hand);
             self.pages.free_emptied();
             self.take_out_advised(&mut hand);
+            self.bring_in_advised(&mut hand);
             self.help_fork(&mut hand);
             if !self.evicts_inline {
                 while self.pages.work(&mut hand, BATCH_PAGES) && !self.forks.is_asked() {}

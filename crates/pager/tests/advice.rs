@@ -1,11 +1,15 @@
 //! Advice of the program on its memory: its effect on residency and on read-ahead, and that no
 //! advice but DONTNEED and FREE changes the content.
 
-use std::sync::Arc;
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use pager::stats::Counter;
 use pager::sys::PAGE_BYTES;
+use pager::transport::{
+    ChunkHandle, Direction, FrameMemory, Lane, PageIo, Ticket, Transport, TransportError,
+    TransportStats,
+};
 use pager::{Config, Pager};
 
 const MADV_COLD: i32 = 20;
@@ -22,8 +26,14 @@ struct Memory {
 impl Memory {
     /// Maps pages that all fit in the bound, and fills them.
     fn new() -> Self {
+        Self::over(|transport| transport)
+    }
+
+    /// As `new`, over a transport that wraps the usual one.
+    fn over(wrap: impl FnOnce(Box<dyn Transport>) -> Box<dyn Transport>) -> Self {
         let config = Config::new(8 << 20, "memory:1GiB");
-        let pager = Pager::new(&config, Pager::open_transport(&config).unwrap()).unwrap();
+        let transport = wrap(Pager::open_transport(&config).unwrap());
+        let pager = Pager::new(&config, transport).unwrap();
         pager.start().unwrap();
         let base = pager.map(PAGES * PAGE_BYTES, libc::PROT_READ | libc::PROT_WRITE).unwrap();
         let mut memory = Self { pager, base, beyond: 0 };
@@ -55,6 +65,33 @@ impl Memory {
         }
     }
 
+    /// Maps further pages.
+    fn map(&self, pages: usize) -> usize {
+        self.pager.map(pages * PAGE_BYTES, libc::PROT_READ | libc::PROT_WRITE).unwrap()
+    }
+
+    /// Writes to new pages until a condition on the number of evicted pages holds. Returns the
+    /// number of new pages.
+    fn touch_until(&self, holds: impl Fn(u64) -> bool) -> u32 {
+        let pages = 2 * self.pager.limit();
+        let base = self.map(pages as usize);
+        for page in 0..pages {
+            if holds(self.count(Counter::PagesEvicted)) {
+                return page;
+            }
+            // SAFETY: mapped memory of this size.
+            unsafe { ((base + page as usize * PAGE_BYTES) as *mut u64).write_volatile(7) };
+        }
+        panic!("the condition does not hold after {pages} pages");
+    }
+
+    /// Checks pages, and returns the number of faults.
+    fn faults_of_check(&self, pages: std::ops::Range<usize>) -> u64 {
+        let before = self.count(Counter::Faults);
+        self.check(pages);
+        self.count(Counter::Faults) - before
+    }
+
     fn count(&self, counter: Counter) -> u64 {
         self.pager.stats().get(counter)
     }
@@ -80,8 +117,36 @@ impl Memory {
 fn pages_that_the_program_does_not_need_are_taken_out_at_once() {
     let memory = Memory::new();
     memory.take_out(100..400, MADV_PAGEOUT, PAGES as u32 - 300);
-    memory.take_out(0..100, MADV_COLD, PAGES as u32 - 400);
     memory.check(0..PAGES);
+}
+
+#[test]
+fn cold_pages_stay_until_room_is_needed_and_leave_first() {
+    let memory = Memory::new();
+    let (evicted, resident) = (memory.count(Counter::PagesEvicted), memory.pager.resident());
+    memory.advise(100..500, MADV_COLD);
+    let other = memory.touch_until(|evicted_now| evicted_now >= evicted + 100);
+    assert!(other + resident > memory.pager.limit() / 2, "room was not needed");
+    let gone = memory.count(Counter::PagesEvicted) - evicted;
+    assert!(gone <= 400, "{gone} pages were evicted, more than are cold");
+    assert_eq!(memory.faults_of_check(0..100), 0);
+    assert_eq!(memory.faults_of_check(500..PAGES), 0);
+    assert!(memory.faults_of_check(100..500) > 0);
+}
+
+#[test]
+fn a_sequential_pass_evicts_only_pages_that_it_has_left() {
+    let memory = Memory::new();
+    let pages = 3 * memory.pager.limit() as usize;
+    let base = memory.map(pages);
+    memory.pager.advise(base, pages * PAGE_BYTES, libc::MADV_SEQUENTIAL).unwrap();
+    for page in 0..2 * pages {
+        let word = (base + page % pages * PAGE_BYTES + 8) as *mut u64;
+        // SAFETY: mapped memory of this size.
+        unsafe { word.write_volatile(word.read_volatile() + page as u64 + 1) };
+    }
+    assert!(memory.count(Counter::PagesEvicted) > pages as u64);
+    assert_eq!(memory.faults_of_check(0..PAGES), 0, "the pages before the pass");
 }
 
 #[test]
@@ -102,6 +167,92 @@ fn pages_that_the_program_will_need_are_brought_in_before() {
     assert_eq!(memory.count(Counter::Faults), faults);
     memory.check(0..50);
     assert!(memory.count(Counter::Faults) > faults);
+}
+
+/// Stops READs while it is closed.
+#[derive(Default)]
+struct Gate {
+    is_closed: Mutex<bool>,
+    opened: Condvar,
+}
+
+impl Gate {
+    fn close(&self, is_closed: bool) {
+        *self.is_closed.lock().unwrap() = is_closed;
+        self.opened.notify_all();
+    }
+
+    fn pass(&self) {
+        let is_closed = self.is_closed.lock().unwrap();
+        drop(self.opened.wait_while(is_closed, |is_closed| *is_closed).unwrap());
+    }
+}
+
+/// A transport behind a gate.
+struct Gated(Box<dyn Transport>, Arc<Gate>);
+
+impl Transport for Gated {
+    fn chunk_bytes(&self) -> usize {
+        self.0.chunk_bytes()
+    }
+
+    fn frames(&self) -> FrameMemory {
+        self.0.frames()
+    }
+
+    fn allocate_chunk(&self) -> Result<ChunkHandle, TransportError> {
+        self.0.allocate_chunk()
+    }
+
+    fn free_chunk(&self, chunk: ChunkHandle) -> Result<(), TransportError> {
+        self.0.free_chunk(chunk)
+    }
+
+    fn post(
+        &self,
+        lane: Lane,
+        direction: Direction,
+        ios: &[PageIo],
+    ) -> Result<Ticket, TransportError> {
+        if direction == Direction::Read {
+            self.1.pass();
+        }
+        self.0.post(lane, direction, ios)
+    }
+
+    fn stats(&self) -> TransportStats {
+        self.0.stats()
+    }
+
+    fn descriptors(&self, keep: &mut Vec<i32>) {
+        self.0.descriptors(keep);
+    }
+}
+
+#[test]
+fn the_advice_that_pages_are_needed_waits_for_no_read() {
+    let gate = Arc::new(Gate::default());
+    let memory = Memory::over(|transport| Box::new(Gated(transport, gate.clone())));
+    memory.take_out(0..PAGES, MADV_PAGEOUT, 0);
+    let before = memory.pager.resident();
+    gate.close(true);
+    let advised = std::thread::spawn(move || {
+        memory.advise(0..PAGES, libc::MADV_WILLNEED);
+        memory
+    });
+    let start = Instant::now();
+    while !advised.is_finished() && start.elapsed() < Duration::from_secs(60) {
+        std::thread::yield_now();
+    }
+    let returned = advised.is_finished();
+    gate.close(false);
+    let memory = advised.join().unwrap();
+    assert!(returned, "the call waits for READs");
+    while memory.pager.resident() < before + PAGES as u32 {
+        assert!(start.elapsed() < Duration::from_secs(120), "{}", memory.pager.resident());
+        std::thread::yield_now();
+    }
+    memory.check(0..PAGES);
 }
 
 #[test]

@@ -2,12 +2,14 @@
 // touches other memory, so that pages are evicted while they are the target of a read.
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 enum { PIECE = 1 << 16, PIECES = 512, HELD = 48, READS = 8000 };
@@ -41,6 +43,19 @@ int main(int argc, char **argv) {
     close(fd);
     fd = open(argv[1], O_RDONLY | O_DIRECT);
     if (fd < 0) return printf("no O_DIRECT here: %s\n", strerror(errno)), 77;
+    struct statfs system;
+    if (fstatfs(fd, &system)) return perror("fstatfs"), 1;
+    if (system.f_type != EXT4_SUPER_MAGIC && system.f_type != XFS_SUPER_MAGIC &&
+        system.f_type != BTRFS_SUPER_MAGIC)
+        return printf("file system %#lx: may not pin pages\n", (long)system.f_type), 77;
+    int opened = (fcntl(fd, F_GETFL) & O_DIRECT) != 0;
+    if (fcntl(fd, F_SETFL, 0) || (fcntl(fd, F_GETFL) & O_DIRECT)) return puts("F_SETFL clears"), 1;
+    if (fcntl(fd, F_SETFL, O_DIRECT)) return perror("F_SETFL"), 1;
+    printf("open %d, set %d\n", opened, (fcntl(fd, F_GETFL) & O_DIRECT) != 0);
+    /* For a pipe the flag has another meaning, and is always kept. */
+    int ends[2];
+    if (pipe(ends) || fcntl(ends[1], F_SETFL, O_DIRECT) || !(fcntl(ends[1], F_GETFL) & O_DIRECT))
+        return puts("O_DIRECT of a pipe"), 1;
     unsigned char *buffer;
     if (posix_memalign((void **)&buffer, 4096, (size_t)PIECE * HELD)) return 1;
     other = malloc(OTHER);

@@ -1,4 +1,5 @@
-//! Interposes `syscall` to detect a seccomp filter for all threads, on x86-64.
+//! Interposes `syscall`, on x86-64: to detect a seccomp filter for all threads, and for the system
+//! calls of [`crate::unpinned`].
 //!
 //! A program's filter with `SECCOMP_FILTER_FLAG_TSYNC` also applies to the pager's threads, which
 //! need system calls that no program's filter expects (`ioctl` on a userfaultfd). The kernel would
@@ -13,12 +14,12 @@ mod x86_64 {
     use pager::config::EXIT_PAGER;
     use pager::sys::{self, system_call};
 
-    use crate::early;
     use crate::reentrancy::ReentrancyGuard;
+    use crate::{early, unpinned};
 
-    /// syscall(2). Calls no other function unless the number is that of `seccomp` or the call
-    /// fails, so it also works before this library is relocated and where the system call returns
-    /// on another stack.
+    /// syscall(2). Calls no other function unless the system call is interposed or fails. So this
+    /// function also works before the library is relocated, and where the system call returns on
+    /// another stack.
     ///
     /// # Safety
     /// As in C.
@@ -26,14 +27,20 @@ mod x86_64 {
     #[unsafe(no_mangle)]
     pub unsafe extern "C" fn syscall(number: c_long) -> c_long {
         core::arch::naked_asm!(
-            "cmp rdi, {seccomp}",
-            "je 3f",
             "mov rax, rdi",
             "mov rdi, rsi",
             "mov rsi, rdx",
             "mov rdx, rcx",
-            "mov r10, r8",
+            "mov rcx, r8",
             "mov r8, r9",
+            // The arguments are now those of a function for this system call.
+            "cmp rax, {seccomp}",
+            "je {filter}",
+            "cmp rax, {vmsplice}",
+            "je {copy}",
+            "cmp rax, {setsockopt}",
+            "je {option}",
+            "mov r10, rcx",
             "mov r9, [rsp + 8]",
             "syscall",
             "cmp rax, -4095",
@@ -42,14 +49,13 @@ mod x86_64 {
             "2:",
             "mov rdi, rax",
             "jmp {failed}",
-            "3:",
-            "mov rdi, rsi",
-            "mov rsi, rdx",
-            "mov rdx, rcx",
-            "jmp {filter}",
             seccomp = const libc::SYS_seccomp,
+            vmsplice = const libc::SYS_vmsplice,
+            setsockopt = const libc::SYS_setsockopt,
             failed = sym failed,
             filter = sym seccomp,
+            copy = sym unpinned::vmsplice_by_number,
+            option = sym unpinned::setsockopt_by_number,
         )
     }
 

@@ -1,15 +1,19 @@
-//! The `open` family and `fcntl`, without `O_DIRECT`.
+//! The `open` family and `fcntl`, without `O_DIRECT` where the data of a device could be lost.
 //!
-//! For a direct read, the device writes to the page frame that the kernel pinned when the read
-//! began, and the pager gets no fault. If the page is evicted meanwhile, the bytes are lost. So a
-//! program that requests `O_DIRECT` gets the page cache instead, which copies through the program's
-//! own mapping. This violates no guarantee of `O_DIRECT`: durability is guaranteed by `O_SYNC` and
-//! `fsync`.
+//! For a direct read, the device writes to the memory of the pages at the time when the read began.
+//! If a page is evicted meanwhile, the bytes are lost. A page that the kernel has pinned for the
+//! read refuses to be moved, but not to be copied. So a file keeps `O_DIRECT` only if pages are
+//! moved ([`pager::Pager::moves_pages`]) and the file system pins pages ([`PINNING`]). If not, the
+//! program gets the page cache, which copies through the program's own mapping. This violates no
+//! guarantee of `O_DIRECT`: durability is guaranteed by `O_SYNC` and `fsync`.
 //!
 //! The calls are passed on to the C library's functions, which are cancellation points of threads.
 
 use std::ffi::{CStr, c_char, c_int, c_long, c_uint, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
+
+use pager::Pager;
+use pager::sys::system_call;
 
 use crate::{early, redirect};
 
@@ -73,9 +77,70 @@ type Open = unsafe extern "C" fn(*const c_char, c_int, c_uint) -> c_int;
 type OpenAt = unsafe extern "C" fn(c_int, *const c_char, c_int, c_uint) -> c_int;
 type Fcntl = unsafe extern "C" fn(c_int, c_int, c_long) -> c_int;
 
-/// Returns the flags of an open without `O_DIRECT` in a paged program.
-fn allowed(flags: c_int) -> c_int {
-    if crate::pager().is_some() { flags & !libc::O_DIRECT } else { flags }
+/// File systems whose direct I/O pins pages, on the kernels that can move pages. Others only
+/// reference them (NFS, and FUSE on some kernels), or pass the request on to any other file system
+/// (overlayfs).
+const PINNING: [i64; 5] = [
+    libc::EXT4_SUPER_MAGIC,
+    libc::XFS_SUPER_MAGIC,
+    libc::BTRFS_SUPER_MAGIC,
+    libc::F2FS_SUPER_MAGIC,
+    // Copies.
+    libc::TMPFS_MAGIC,
+];
+
+/// Returns true if the file may have `O_DIRECT`. For a pipe the flag means that a read returns the
+/// bytes of one write.
+fn may_be_direct(pager: &Pager, fd: c_int) -> bool {
+    // SAFETY: structures of numbers, valid for the writes.
+    let (file, system) = unsafe {
+        let (mut file, mut system) = (std::mem::zeroed::<libc::stat>(), std::mem::zeroed());
+        if libc::fstat(fd, &mut file) != 0 || libc::fstatfs(fd, &mut system) != 0 {
+            return false;
+        }
+        (file, system)
+    };
+    match file.st_mode & libc::S_IFMT {
+        libc::S_IFREG => pager.moves_pages() && PINNING.contains(&system.f_type),
+        libc::S_IFBLK => pager.moves_pages(),
+        libc::S_IFIFO => true,
+        _ => false,
+    }
+}
+
+/// Returns the flags of an open that are passed on. The file is not open yet, so its file system is
+/// not known.
+fn requested(flags: c_int) -> c_int {
+    match crate::pager() {
+        Some(pager) if !pager.moves_pages() => flags & !libc::O_DIRECT,
+        _ => flags,
+    }
+}
+
+/// Takes `O_DIRECT` off an open file if the file must not have it. Returns the descriptor.
+fn opened(fd: c_int, flags: c_int) -> c_int {
+    let has_it = fd >= 0 && requested(flags) & libc::O_DIRECT != 0;
+    if has_it && crate::pager().is_some_and(|pager| !may_be_direct(pager, fd)) {
+        let control = |command: c_int, argument: usize| {
+            let arguments = [fd as usize, command as usize, argument, 0, 0, 0];
+            // SAFETY: the status flags of a file that the program has just opened.
+            unsafe { system_call(libc::SYS_fcntl, arguments) }
+        };
+        if let Ok(flags) = control(libc::F_GETFL, 0) {
+            let _ = control(libc::F_SETFL, flags & !(libc::O_DIRECT as usize));
+        }
+    }
+    fd
+}
+
+/// Returns the flags that `F_SETFL` may set.
+fn settable(fd: c_int, flags: c_int) -> c_int {
+    match crate::pager() {
+        Some(pager) if flags & libc::O_DIRECT != 0 && !may_be_direct(pager, fd) => {
+            flags & !libc::O_DIRECT
+        }
+        _ => flags,
+    }
 }
 
 /// openat(2) before this library is relocated.
@@ -105,7 +170,8 @@ macro_rules! open {
             // SAFETY: the C library's function of this name has this type; the arguments are the
             // program's.
             NEXT.call(|next| unsafe {
-                std::mem::transmute::<*mut c_void, Open>(next)(path, allowed(flags), mode)
+                let next = std::mem::transmute::<*mut c_void, Open>(next);
+                opened(next(path, requested(flags), mode), flags)
             })
         }
     )*};
@@ -132,7 +198,7 @@ macro_rules! open_at {
             // SAFETY: as for `open`.
             NEXT.call(|next| unsafe {
                 let next = std::mem::transmute::<*mut c_void, OpenAt>(next);
-                next(directory, path, allowed(flags), mode)
+                opened(next(directory, path, requested(flags), mode), flags)
             })
         }
     )*};
@@ -140,7 +206,7 @@ macro_rules! open_at {
 
 macro_rules! fcntl {
     ($($name:ident, $symbol:literal;)*) => {$(
-        /// fcntl(2): `F_SETFL` removes `O_DIRECT`.
+        /// fcntl(2): `F_SETFL` removes `O_DIRECT` where a file must not have it.
         ///
         /// # Safety
         /// As for the C library's function.
@@ -153,7 +219,7 @@ macro_rules! fcntl {
                 return unsafe { early::kernel(libc::SYS_fcntl, arguments) };
             }
             let argument = match command {
-                libc::F_SETFL => c_long::from(allowed(argument as c_int)),
+                libc::F_SETFL => c_long::from(settable(fd, argument as c_int)),
                 _ => argument,
             };
             // SAFETY: as for `open`; the C library ignores an argument that the command does not

@@ -21,6 +21,7 @@ mod malloc;
 mod mapping;
 mod redirect;
 mod reentrancy;
+mod unpinned;
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::Arc;

@@ -14,15 +14,15 @@
 //!
 //! The kernel also moves a page that it references without a pin: vmsplice(2) and MSG_ZEROCOPY do
 //! this. Because the memory of the page is used again for other pages, the pipe or the socket then
-//! transfers wrong content. So the pager must keep the program from these calls, or copy for them.
+//! transfers wrong content. So the preload library keeps the program from these calls, or copies.
 //!
 //! A copied page is write-protected before the copy. If the program writes to the page before it is
 //! dropped, the thread waits, and the pager reads a write-protection fault on a BUSY page. A page
 //! may keep the mark if an operation stops half-way, and then a write-protection fault occurs on a
 //! page that is not BUSY: the handler must remove the mark.
 
-use std::io;
 use std::sync::Arc;
+use std::{fmt, io};
 
 use super::copying::{ProgramReader, touch};
 use super::{Done, Memory, Position, Stop, probe};
@@ -66,7 +66,37 @@ pub struct LinuxMemory {
     zeros: usize,
     reader: ProgramReader,
     way: Way,
-    why_copying: Option<String>,
+    why_copying: Option<WhyCopying>,
+}
+
+/// The reason why pages are copied.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum WhyCopying {
+    /// [`Pages::Copy`].
+    Setting,
+    /// The kernel has no UFFDIO_MOVE.
+    NoMove,
+    /// UFFDIO_MOVE gave an unexpected answer.
+    FailedTest(String),
+}
+
+impl WhyCopying {
+    /// [`WhyCopying::Setting`] as text.
+    pub const SETTING: &str = "GRANARY_PAGES=copy";
+    /// [`WhyCopying::NoMove`] as text.
+    pub const NO_MOVE: &str = "the kernel has no UFFDIO_MOVE (Linux 6.8 or later has)";
+    /// [`WhyCopying::FailedTest`] as text, without the answer.
+    pub const FAILED_TEST: &str = "the self-test of UFFDIO_MOVE failed";
+}
+
+impl fmt::Display for WhyCopying {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Setting => f.write_str(Self::SETTING),
+            Self::NoMove => f.write_str(Self::NO_MOVE),
+            Self::FailedTest(answer) => write!(f, "{}: {answer}", Self::FAILED_TEST),
+        }
+    }
 }
 
 /// Result of one call for a part of a run.
@@ -112,7 +142,7 @@ impl LinuxMemory {
         pages: Pages,
     ) -> Result<Self, Error> {
         let why_copying = match pages {
-            Pages::Copy => Some("GRANARY_PAGES=copy".to_string()),
+            Pages::Copy => Some(WhyCopying::Setting),
             _ => probe::reason_to_copy(&uffd),
         };
         let way = match (&why_copying, pages) {
@@ -153,8 +183,8 @@ impl LinuxMemory {
     }
 
     /// Returns the reason why pages are copied, or `None` if they are moved.
-    pub fn why_copying(&self) -> Option<&str> {
-        self.why_copying.as_deref()
+    pub fn why_copying(&self) -> Option<&WhyCopying> {
+        self.why_copying.as_ref()
     }
 
     /// Returns the number of positions.

@@ -489,7 +489,7 @@ fn concurrent_writes_are_kept() {
 fn settings_choose_the_way() {
     let copying = Fixture::with(Pages::Copy, Features::default()).memory;
     assert_eq!((copying.way(), copying.slack_pages()), (Way::Copy, COPIED_RUN));
-    assert_eq!(copying.why_copying(), Some("GRANARY_PAGES=copy"));
+    assert_eq!(copying.why_copying(), Some(&WhyCopying::Setting));
     let Some(f) = moving(Features::default()) else { return };
     assert_eq!((f.memory.way(), f.memory.slack_pages()), (Way::Move, COPIED_RUN_MOVING));
     assert_eq!(Fixture::with(Pages::Move, Features::default()).memory.way(), Way::Move);

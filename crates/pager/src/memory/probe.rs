@@ -10,7 +10,7 @@
 use std::io;
 
 use super::copying::ProgramReader;
-use super::linux::map_shelf;
+use super::linux::{WhyCopying, map_shelf};
 use crate::sys::{self, PAGE_BYTES};
 use crate::uffd::{MoveOptions, Uffd};
 
@@ -18,13 +18,15 @@ const PAGES: usize = 4;
 const LEN: usize = PAGES * PAGE_BYTES;
 
 /// Returns the reason why pages must be copied, or `None` if the kernel moves pages as expected.
-pub(super) fn reason_to_copy(uffd: &Uffd) -> Option<String> {
+pub(super) fn reason_to_copy(uffd: &Uffd) -> Option<WhyCopying> {
     if !uffd.can_move() {
-        return Some("the kernel has no UFFDIO_MOVE (Linux 6.8 or later has)".into());
+        return Some(WhyCopying::NoMove);
     }
     let (region, shelf) = match (map_shelf(LEN), map_shelf(LEN)) {
         (Ok(region), Ok(shelf)) => (region, shelf),
-        (Err(error), _) | (_, Err(error)) => return Some(format!("cannot map memory: {error}")),
+        (Err(error), _) | (_, Err(error)) => {
+            return Some(WhyCopying::FailedTest(format!("cannot map memory: {error}")));
+        }
     };
     let found = try_moves(uffd, region, shelf);
     // SAFETY: mapped above; the test has ended.
@@ -32,7 +34,7 @@ pub(super) fn reason_to_copy(uffd: &Uffd) -> Option<String> {
         let _ = sys::unmap_anonymous(region, LEN);
         let _ = sys::unmap_anonymous(shelf, LEN);
     }
-    found.err().map(|what| format!("the self-test of UFFDIO_MOVE failed: {what}"))
+    found.err().map(WhyCopying::FailedTest)
 }
 
 /// Moves the pages of `region` to `shelf` and back. These are a page with content, a page of zeros

@@ -24,7 +24,7 @@ use crate::fingerprint::Content;
 use crate::memory::{Memory, Position, Stop};
 use crate::page_table::{Entry, PageId, State as PageState};
 use crate::pages::{Pages, State};
-use crate::policy::Policy;
+use crate::policy::{Policy, Run};
 use crate::shelf::{NO_RECORD, Record, Use};
 use crate::slots::{SlotId, Source};
 use crate::stats::Counter;
@@ -116,6 +116,7 @@ impl<M: Memory> Pages<M> {
             self.reclaim_surplus(&mut state);
             late = !state.late_wakes.is_empty();
             self.note_present(state.present());
+            self.stats.record_prefetch(&state.streams.counters());
             let ready = state.room() + state.shelf.blank();
             let later = state.shelf.clean() + state.shelf.dirty() + state.flights.writing();
             let wanted = self.stock(&state) + self.keep(&state);
@@ -292,6 +293,14 @@ impl<M: Memory> Pages<M> {
             self.wake_late();
             self.discard_blank(clean);
         }
+    }
+
+    /// Makes the pages of a range the next victims, if they are resident.
+    pub fn note_unneeded(&self, pages: Range<u32>) {
+        self.table.touched(pages, |part| {
+            let run = Run { start: part.start, pages: part.end - part.start };
+            self.state().policy.unneeded(run);
+        });
     }
 
     /// Frees the memory of at most `count` blank positions.

@@ -315,6 +315,7 @@ impl<M: Memory> Pages<M> {
     pub fn update_gauges(&self) {
         let (present, (pool, overflow)) = {
             let state = self.state();
+            self.stats.record_prefetch(&state.streams.counters());
             (state.present(), self.slots().held())
         };
         self.note_present(present);

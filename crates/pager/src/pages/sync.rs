@@ -451,7 +451,11 @@ impl Request {
             found,
         });
         if let Some(left) = &plan.behind {
-            state.policy.left_behind(Run { start: left.start, pages: left.end - left.start });
+            let left = Run { start: left.start, pages: left.end - left.start };
+            match self.advice {
+                Advice::Sequential => state.policy.unneeded(left),
+                _ => state.policy.left_behind(left),
+            }
         }
         plan
     }

@@ -78,6 +78,8 @@ pub struct Contest {
     new: RunQueue,
     /// Windows that were left, the oldest first. Their pages are in the other queues too.
     left: LeftWindows,
+    /// Pages that the program does not need soon. They are in another queue too.
+    unneeded: LeftWindows,
     since_victim: u32,
     /// Victims that were returned since pages arrived last. If the main queue has only pages that
     /// cannot leave, new ones must.
@@ -123,6 +125,7 @@ impl Contest {
             main: RunQueue::new(limit),
             new: RunQueue::new(limit),
             left: LeftWindows::new(),
+            unneeded: LeftWindows::new(),
             since_victim: u32::MAX,
             returned: 0,
             points: [[0.0; RULES.len()]; RULES.len()],
@@ -261,6 +264,10 @@ impl Policy for Contest {
         self.left.push(run);
     }
 
+    fn unneeded(&mut self, run: Run) {
+        self.unneeded.join(run);
+    }
+
     fn removed(&mut self, run: Run) {
         self.set.remove(run);
         compact(&mut self.set, &mut self.main, &mut self.new);
@@ -268,6 +275,10 @@ impl Policy for Contest {
 
     fn victim_run(&mut self, max: u32) -> Option<Run> {
         self.since_victim = 0;
+        if let Some(run) = self.unneeded.next(max, |run| self.set.first_part(run)) {
+            self.removed(run);
+            return Some(run);
+        }
         let between = 2 * self.limit / self.contests.len() as u32;
         let is_due = self.runs >= self.settings.every && self.evicted >= between;
         if is_due && self.turns.is_empty() {
@@ -313,6 +324,6 @@ impl Policy for Contest {
 impl Contest {
     pub(super) fn capacity(&self) -> usize {
         let queues = self.main.capacity() + self.new.capacity() + self.left.capacity();
-        queues + self.victims.capacity() + self.turns.capacity()
+        queues + self.unneeded.capacity() + self.victims.capacity() + self.turns.capacity()
     }
 }

@@ -12,6 +12,7 @@ pub struct Calls {
     pub restored: u64,
     pub returned: u64,
     pub left_behind: u64,
+    pub unneeded: u64,
     pub removed: u64,
 }
 
@@ -23,6 +24,7 @@ impl Calls {
         self.restored += other.restored;
         self.returned += other.returned;
         self.left_behind += other.left_behind;
+        self.unneeded += other.unneeded;
         self.removed += other.removed;
     }
 }
@@ -70,6 +72,11 @@ impl Policy for Counted {
     fn left_behind(&mut self, run: Run) {
         self.calls.left_behind += u64::from(run.pages);
         self.policy.left_behind(run);
+    }
+
+    fn unneeded(&mut self, run: Run) {
+        self.calls.unneeded += u64::from(run.pages);
+        self.policy.unneeded(run);
     }
 
     fn removed(&mut self, run: Run) {

@@ -15,7 +15,7 @@
 use std::io;
 
 use super::rules::{Rule, RuleQueue};
-use super::runs::blocks;
+use super::runs::{LeftWindows, blocks};
 use super::{Policy, RUN_PAGES, Run};
 
 /// Costs in nanoseconds by which rules are compared. Only their ratios matter.
@@ -67,6 +67,8 @@ pub struct Duel {
     seed: u64,
     classes: Vec<Class>,
     touched: u64,
+    /// Pages that the program does not need soon. A class holds them too.
+    unneeded: LeftWindows,
     /// Index of the followed leader.
     followed: usize,
     faults: u32,
@@ -92,7 +94,16 @@ impl Duel {
             Ok(Class { queue, touched: 0, cost: 0, returned: 0 })
         };
         let classes = rules.enumerate().map(class).collect::<io::Result<_>>()?;
-        Ok(Self { settings, limit, seed, classes, touched: 0, followed: 0, faults: 0 })
+        Ok(Self {
+            settings,
+            limit,
+            seed,
+            classes,
+            touched: 0,
+            unneeded: LeftWindows::new(),
+            followed: 0,
+            faults: 0,
+        })
     }
 
     /// Returns the rule that the last class follows.
@@ -104,6 +115,23 @@ impl Duel {
         let hash = (u64::from(block) ^ self.seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
         let leaders = self.settings.leaders.len();
         ((hash % u64::from(self.settings.one_in)) as usize).min(leaders)
+    }
+
+    /// Takes at most `max` pages that the program does not need soon.
+    fn take_unneeded(&mut self, max: u32) -> Option<Run> {
+        let mut unneeded = std::mem::replace(&mut self.unneeded, LeftWindows::none());
+        let first = |run| {
+            let mut first = None;
+            blocks(run, |block, part| {
+                let class = &self.classes[self.class_of(block)];
+                first = first.or_else(|| class.queue.first_part(part));
+            });
+            first
+        };
+        let run = unneeded.next(max, first);
+        self.unneeded = unneeded;
+        self.each_class(run?, |class, part| class.queue.take_out(part));
+        run
     }
 
     /// Calls `visit` with the parts of a run, each with its class.
@@ -192,6 +220,10 @@ impl Policy for Duel {
         self.each_class(run, |class, part| class.queue.left_behind(part));
     }
 
+    fn unneeded(&mut self, run: Run) {
+        self.unneeded.join(run);
+    }
+
     fn removed(&mut self, run: Run) {
         self.each_class(run, |class, part| {
             class.touched = class.touched.saturating_sub(u64::from(part.pages));
@@ -201,6 +233,9 @@ impl Policy for Duel {
     }
 
     fn victim_run(&mut self, max: u32) -> Option<Run> {
+        if let Some(run) = self.take_unneeded(max) {
+            return Some(run);
+        }
         let fullest = (0..self.classes.len())
             .filter(|index| self.classes[*index].queue.pages() > 0)
             .max_by_key(|index| self.excess(&self.classes[*index]))?;
@@ -225,6 +260,7 @@ impl Policy for Duel {
 #[cfg(test)]
 impl Duel {
     pub(super) fn capacity(&self) -> usize {
-        self.classes.iter().map(|class| class.queue.capacity()).sum()
+        let classes: usize = self.classes.iter().map(|class| class.queue.capacity()).sum();
+        classes + self.unneeded.capacity()
     }
 }

@@ -81,6 +81,10 @@ pub trait Policy {
     /// may be resident or not.
     fn left_behind(&mut self, _run: Run) {}
 
+    /// Makes pages the next victims, because the program has advised that it does not need them
+    /// soon. They may be resident or not.
+    fn unneeded(&mut self, run: Run);
+
     /// Removes pages that the program has dropped or has advised to take out.
     fn removed(&mut self, run: Run);
 
@@ -234,6 +238,10 @@ impl Policy for AnyPolicy {
 
     fn left_behind(&mut self, run: Run) {
         each!(self, policy => policy.left_behind(run));
+    }
+
+    fn unneeded(&mut self, run: Run) {
+        each!(self, policy => policy.unneeded(run));
     }
 
     fn removed(&mut self, run: Run) {

@@ -51,6 +51,8 @@ pub struct RuleQueue {
     new: RunQueue,
     /// Rule `stream`: windows that were left, the oldest first. Their pages are in `main` too.
     left: LeftWindows,
+    /// Pages that the program does not need soon. They are in another queue too.
+    unneeded: LeftWindows,
     /// Pages that arrived since the last victim; over an eighth of the limit, memory has room.
     since_victim: u32,
     /// Victims that were returned since pages arrived last. If the main queue has only pages that
@@ -75,6 +77,7 @@ impl RuleQueue {
             main: RunQueue::new(limit),
             new: RunQueue::new(limit),
             left: LeftWindows::new(),
+            unneeded: LeftWindows::new(),
             since_victim: u32::MAX,
             returned: 0,
             owed: 0,
@@ -115,6 +118,17 @@ impl RuleQueue {
         let credit = u8::from(self.rule == Rule::S3Fifo && recent);
         let queue = if is_new { &mut self.new } else { &mut self.main };
         self.set.insert(run, |part| queue.push(part, credit));
+    }
+
+    /// Returns the first part of a run that the queue holds.
+    pub(super) fn first_part(&self, run: Run) -> Option<Run> {
+        self.set.first_part(run)
+    }
+
+    /// Takes a run out as a victim. The queue holds all its pages.
+    pub(super) fn take_out(&mut self, run: Run) {
+        self.since_victim = 0;
+        self.removed(run);
     }
 
     fn take_random(&mut self, max: u32) -> Option<Run> {
@@ -166,12 +180,20 @@ impl Policy for RuleQueue {
         }
     }
 
+    fn unneeded(&mut self, run: Run) {
+        self.unneeded.join(run);
+    }
+
     fn removed(&mut self, run: Run) {
         self.set.remove(run);
         compact(&mut self.set, &mut self.main, &mut self.new);
     }
 
     fn victim_run(&mut self, max: u32) -> Option<Run> {
+        if let Some(run) = self.unneeded.next(max, |run| self.set.first_part(run)) {
+            self.take_out(run);
+            return Some(run);
+        }
         self.since_victim = 0;
         let first = match self.rule {
             _ if self.returned > self.main.len() => None,
@@ -203,6 +225,6 @@ impl Policy for RuleQueue {
 #[cfg(test)]
 impl RuleQueue {
     pub(super) fn capacity(&self) -> usize {
-        self.main.capacity() + self.new.capacity() + self.left.capacity()
+        self.main.capacity() + self.new.capacity() + self.left.capacity() + self.unneeded.capacity()
     }
 }

@@ -323,6 +323,11 @@ impl LeftWindows {
         Self(VecDeque::with_capacity(LEFT_MAX))
     }
 
+    /// Returns an empty queue without memory.
+    pub fn none() -> Self {
+        Self(VecDeque::new())
+    }
+
     /// Adds a window.
     pub fn push(&mut self, window: Run) {
         if self.0.len() == LEFT_MAX {
@@ -331,16 +336,31 @@ impl LeftWindows {
         self.0.push_back(window);
     }
 
+    /// Adds a window. It joins the newest one if it continues that one.
+    pub fn join(&mut self, window: Run) {
+        match self.0.back_mut() {
+            Some(newest) if newest.end() == window.start => newest.pages += window.pages,
+            _ => self.push(window),
+        }
+    }
+
     /// Takes at most `max` pages of the oldest window from the set.
     pub fn take(&mut self, set: &mut PageSet, max: u32) -> Option<Run> {
+        let part = self.next(max, |window| set.first_part(window))?;
+        set.remove(part);
+        Some(part)
+    }
+
+    /// Returns at most `max` pages of the oldest window of which `first` finds a part, and removes
+    /// the window up to their end.
+    pub fn next(&mut self, max: u32, first: impl Fn(Run) -> Option<Run>) -> Option<Run> {
         loop {
             let window = self.0.pop_front()?;
-            let Some(part) = set.first_part(window) else { continue };
+            let Some(part) = first(window) else { continue };
             let part = Run { pages: part.pages.min(max), ..part };
             if part.end() < window.end() {
                 self.0.push_front(Run { start: part.end(), pages: window.end() - part.end() });
             }
-            set.remove(part);
             return Some(part);
         }
     }

@@ -22,6 +22,7 @@ enum Step {
     Remove { page: u32, pages: u32 },
     Return { max: u32 },
     LeftBehind { page: u32, pages: u32 },
+    Unneeded { page: u32, pages: u32 },
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -32,7 +33,9 @@ fn step() -> impl Strategy<Value = Step> {
         4 => (1u32..=64).prop_map(|max| Step::Evict { max }),
         1 => (page.clone(), 1u32..=64).prop_map(|(page, pages)| Step::Remove { page, pages }),
         2 => (1u32..=64).prop_map(|max| Step::Return { max }),
-        1 => (page, 1u32..=64).prop_map(|(page, pages)| Step::LeftBehind { page, pages }),
+        1 => (page.clone(), 1u32..=64)
+            .prop_map(|(page, pages)| Step::LeftBehind { page, pages }),
+        1 => (page, 1u32..=1000).prop_map(|(page, pages)| Step::Unneeded { page, pages }),
     ]
 }
 
@@ -92,6 +95,7 @@ impl Model {
                 }
             }
             Step::LeftBehind { page, pages } => self.policy.left_behind(Run { start: page, pages }),
+            Step::Unneeded { page, pages } => self.policy.unneeded(Run { start: page, pages }),
         }
         prop_assert_eq!(self.policy.pages() as usize, self.resident.len());
         Ok(())
@@ -351,5 +355,32 @@ fn cost_of_a_page() {
             let ns = start.elapsed().as_nanos() / u128::from(56 * LIMIT);
             println!("{what}, {name}: {ns} ns a page");
         }
+    }
+}
+
+#[test]
+fn pages_that_the_program_does_not_need_are_the_next_victims() {
+    for name in Name::ALL {
+        let mut policy = policy(name, 0);
+        for block in 0..LIMIT / RUN_PAGES {
+            policy.arrived(Run { start: block * RUN_PAGES, pages: RUN_PAGES });
+        }
+        // Parts of the range are not held, and the second call continues the first.
+        policy.removed(Run { start: 130, pages: 10 });
+        policy.unneeded(Run { start: 100, pages: 50 });
+        policy.unneeded(Run { start: 150, pages: 20 });
+        let mut victims = Vec::new();
+        while victims.len() < 60 {
+            let run = policy.victim_run(16).unwrap();
+            assert!(run.pages <= 16, "{name}");
+            victims.extend(run.start..run.end());
+        }
+        victims.sort_unstable();
+        assert!(victims.iter().copied().eq((100..130).chain(140..170)), "{name}: {victims:?}");
+        assert!(!policy.holds(100), "{name}");
+        let before = policy.pages();
+        let run = policy.victim_run(16).unwrap();
+        assert_eq!(policy.pages(), before - run.pages, "{name}");
+        assert!(!(100..170).contains(&run.start), "{name}: {run:?}");
     }
 }

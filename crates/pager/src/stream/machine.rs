@@ -231,7 +231,7 @@ impl Machine {
         assert_eq!(counters.outstanding(), outstanding);
         assert_eq!(counters.demand, self.demand);
         assert!(counters.late <= self.faults);
-        for share in [counters.accuracy(), counters.coverage(), counters.timeliness()] {
+        for share in [counters.accuracy(), counters.coverage(), counters.late_share()] {
             assert!(share.is_none_or(|share| (0.0..=1.0).contains(&share)));
         }
     }

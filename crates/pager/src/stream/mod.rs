@@ -104,6 +104,14 @@ pub enum Advice {
     Sequential,
     /// Never reads ahead.
     Random,
+    /// As `Sequential`, but the pages behind the stream are no victims: the program will need them.
+    WillNeed,
+}
+
+impl Advice {
+    fn is_sequential(self) -> bool {
+        matches!(self, Advice::Sequential | Advice::WillNeed)
+    }
 }
 
 /// Where a fault found its page.
@@ -174,9 +182,9 @@ impl Counters {
         ratio(self.used, self.used + self.demand)
     }
 
-    /// Share of used pages for which no fault had to wait.
-    pub fn timeliness(&self) -> Option<f64> {
-        ratio(self.used.saturating_sub(self.late), self.used)
+    /// Share of used pages for which a fault had to wait.
+    pub fn late_share(&self) -> Option<f64> {
+        ratio(self.late.min(self.used), self.used)
     }
 }
 
@@ -234,7 +242,7 @@ impl Streams {
             }
             self.contexts.set_end(at, page);
             let Some(step) = self.step(at, fault.advice) else { return Plan::one() };
-            let advised = fault.advice == Advice::Sequential;
+            let advised = fault.advice.is_sequential();
             let first = if advised { ADVISED_PAGES } else { FIRST_PAGES };
             let max = self.max_pages(step);
             let context = self.contexts.get(at);
@@ -294,7 +302,7 @@ impl Streams {
         let trend = context.deltas.trend().filter(|_| is_known);
         let strides = self.settings.strides;
         let trend = trend.filter(|step| step.abs() == 1 || strides && step.unsigned_abs() <= ZONE);
-        trend.or((advice == Advice::Sequential).then_some(1))
+        trend.or(advice.is_sequential().then_some(1))
     }
 
     fn max_pages(&self, step: i32) -> u32 {
@@ -347,11 +355,14 @@ impl Streams {
         }
         let context = self.contexts.get(at);
         let run = context.run;
-        if run.pages == 0 || !run.is_contiguous() || context.confidence < CONFIDENT {
+        if run.pages == 0 || !run.is_contiguous() || advice == Advice::WillNeed {
             return None;
         }
         if advice == Advice::Sequential {
             return Some(run.range());
+        }
+        if context.confidence < CONFIDENT {
+            return None;
         }
         // Two runs of grace, because a loop may look back a little.
         let [newer, older] = context.left;

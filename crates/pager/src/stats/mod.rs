@@ -15,15 +15,18 @@
 //! The time is the handler's, from the event that it read to the mapped page. The kernel's part
 //! before and after is not included (`granary bench fault` measures the whole).
 
-use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::memory::linux::WhyCopying;
+use crate::stream;
 use crate::sys;
 use crate::unpaged::UnpagedUsage;
+
+mod report;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"granary\x02");
 /// Words before the histogram.
@@ -121,6 +124,22 @@ pub enum Counter {
     PagesWordEvicted,
     /// Pages mapped from a repeated word.
     PagesWordMapped,
+    /// Pages read ahead that the program needed.
+    PrefetchUsed,
+    /// Pages read ahead that were reclaimed before the program needed them.
+    PrefetchWasted,
+    /// Faults that waited for a page that was being read ahead.
+    PrefetchLate,
+    /// Faults on pages in the pool that were not read ahead.
+    PrefetchDemand,
+    /// 1 in a process whose pages the kernel moves.
+    ProcessesMoving,
+    /// 1 in a process whose pages are copied, because `GRANARY_PAGES=copy` is set.
+    ProcessesCopyingAsSet,
+    /// 1 in a process whose pages are copied, because the kernel has no UFFDIO_MOVE.
+    ProcessesCopyingWithoutMove,
+    /// 1 in a process whose pages are copied, because the self-test of UFFDIO_MOVE failed.
+    ProcessesCopyingAfterTest,
 }
 
 /// The live counters of this process.
@@ -221,6 +240,29 @@ impl Stats {
         }
     }
 
+    /// Records the totals of the prefetcher.
+    pub(crate) fn record_prefetch(&self, totals: &stream::Counters) {
+        use Counter::*;
+        let stream::Counters { used, wasted, late, demand, .. } = *totals;
+        let counts = [used, wasted, late, demand];
+        for (counter, count) in
+            [PrefetchUsed, PrefetchWasted, PrefetchLate, PrefetchDemand].into_iter().zip(counts)
+        {
+            self.set(counter, count);
+        }
+    }
+
+    /// Records whether pages are moved, or why they are copied.
+    pub(crate) fn record_way(&self, why_copying: Option<&WhyCopying>) {
+        let gauge = match why_copying {
+            None => Counter::ProcessesMoving,
+            Some(WhyCopying::Setting) => Counter::ProcessesCopyingAsSet,
+            Some(WhyCopying::NoMove) => Counter::ProcessesCopyingWithoutMove,
+            Some(WhyCopying::FailedTest(_)) => Counter::ProcessesCopyingAfterTest,
+        };
+        self.set(gauge, 1);
+    }
+
     /// Records the time to serve a fault.
     pub fn record_fault(&self, ns: u64) {
         self.add(Counter::FaultNs, ns);
@@ -309,36 +351,6 @@ impl Unpaged {
     }
 }
 
-impl fmt::Display for Unpaged {
-    /// Writes one line: the program, the total, and the kinds of memory, the largest first.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { process, program, usage } = self;
-        write!(
-            f,
-            "{program} (process {process}) had {:.1} MiB resident that is not paged",
-            usage.bytes() as f64 / MIB
-        )?;
-        let mut kinds = [
-            (usage.mapped, "in mappings by raw system calls or with execute access"),
-            (usage.heap, "in the brk heap"),
-            (usage.files, "in .data, .bss and other private mappings of files"),
-            (usage.stacks, "in stacks"),
-            (usage.shared, "in shared memory"),
-            (usage.huge, "in huge pages"),
-        ];
-        kinds.sort_by_key(|&(bytes, _)| std::cmp::Reverse(bytes));
-        // Kinds below one percent are omitted.
-        let worth = kinds.iter().filter(|(bytes, _)| bytes * 100 >= usage.bytes().max(1));
-        for (number, (bytes, kind)) in worth.enumerate() {
-            let before = if number == 0 { ": " } else { ", " };
-            write!(f, "{before}{:.1} MiB {kind}", *bytes as f64 / MIB)?;
-        }
-        Ok(())
-    }
-}
-
-const MIB: f64 = 1048576.0;
-
 impl Default for Summary {
     fn default() -> Self {
         Self { words: vec![0; WORDS], processes: 0, unpaged: None }
@@ -407,6 +419,46 @@ impl Summary {
         self.get(Counter::Faults) + self.get(Counter::WriteFaults)
     }
 
+    /// Returns the totals of the prefetchers.
+    pub fn prefetch(&self) -> stream::Counters {
+        stream::Counters {
+            issued: self.get(Counter::PagesReadAhead),
+            used: self.get(Counter::PrefetchUsed),
+            late: self.get(Counter::PrefetchLate),
+            wasted: self.get(Counter::PrefetchWasted),
+            demand: self.get(Counter::PrefetchDemand),
+        }
+    }
+
+    /// Returns the number of processes whose pages are copied, by reason.
+    fn copying(&self) -> [(u64, &'static str); 3] {
+        use Counter::*;
+        [
+            (ProcessesCopyingAsSet, WhyCopying::SETTING),
+            (ProcessesCopyingWithoutMove, WhyCopying::NO_MOVE),
+            (ProcessesCopyingAfterTest, WhyCopying::FAILED_TEST),
+        ]
+        .map(|(counter, why)| (self.get(counter), why))
+    }
+
+    /// Returns `move` if the kernel moves the pages of all processes, `copy` if pages are copied in
+    /// all, else both; `-` without a process.
+    pub fn way(&self) -> &'static str {
+        let copying: u64 = self.copying().iter().map(|(processes, _)| processes).sum();
+        match (self.get(Counter::ProcessesMoving), copying) {
+            (0, 0) => "-",
+            (_, 0) => "move",
+            (0, _) => "copy",
+            _ => "move, copy",
+        }
+    }
+
+    /// Returns the reason why pages are copied, or the first one of several; `None` if no
+    /// process copies.
+    pub fn why_copying(&self) -> Option<&'static str> {
+        self.copying().into_iter().find_map(|(processes, why)| (processes > 0).then_some(why))
+    }
+
     /// Returns the mean time to serve a fault, in microseconds.
     pub fn fault_us_mean(&self) -> f64 {
         let count: u64 = self.words[COUNTERS..].iter().sum();
@@ -449,104 +501,6 @@ impl Summary {
     /// Returns the peak of bytes held in the pool, as whole chunks.
     pub fn remote_bytes_peak(&self) -> u64 {
         self.get(Counter::PoolChunksPeak) * self.get(Counter::ChunkBytes)
-    }
-}
-
-impl fmt::Display for Summary {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        use Counter::*;
-        let mib = |bytes: u64| bytes as f64 / MIB;
-        let chunk = self.get(ChunkBytes);
-        writeln!(f, "granary: {} paged process(es)", self.processes)?;
-        writeln!(
-            f,
-            "  faults        {:>12}   {} missing, {} ({:.0} %) on write-protected pages, {} waited \
-             for evictions",
-            self.faults(),
-            self.get(Faults),
-            self.get(WriteFaults),
-            100.0 * self.per_fault(WriteFaults),
-            self.get(FaultsStalled)
-        )?;
-        writeln!(
-            f,
-            "  fault time    {:>9.1} us   mean; P99 {:.1} us (in the handler)",
-            self.fault_us_mean(),
-            self.fault_us(0.99)
-        )?;
-        let FaultParts { read, evict, map } = self.fault_parts_us();
-        writeln!(
-            f,
-            "    of it       {read:>9.1} us   waiting for READs, {map:.1} us mapping, {evict:.1} \
-             us evicting"
-        )?;
-        writeln!(
-            f,
-            "  evicting      {:>12}   faults that evicted {} pages; {} of them waited for WRITEs",
-            self.get(FaultsEvicting),
-            self.get(PagesEvictedInFaults),
-            self.get(FaultsWriting)
-        )?;
-        writeln!(
-            f,
-            "  pages in      {:>12}   {} of them read ahead; {} more mapped back from the shelf",
-            self.get(PagesIn),
-            self.get(PagesReadAhead),
-            self.get(PagesRestored)
-        )?;
-        writeln!(
-            f,
-            "  pages out     {:>12}   of {} evicted ({} clean, {} zero)",
-            self.get(PagesOut),
-            self.get(PagesEvicted),
-            self.get(PagesCleanEvicted),
-            self.get(PagesZeroEvicted)
-        )?;
-        // The peaks of several processes need not have been at one time.
-        let peaks = if self.processes > 1 { ", the processes' peaks added up" } else { "" };
-        writeln!(
-            f,
-            "  bytes local   {:>8.1} MiB   at most, of paged memory{peaks}",
-            mib(self.get(ResidentPagesPeak) * sys::PAGE_BYTES as u64)
-        )?;
-        writeln!(
-            f,
-            "  not paged     {:>8.1} MiB   at most, beside paged memory{peaks}; {:.1} MiB at the \
-             end",
-            mib(self.get(UnpagedBytesPeak)),
-            mib(self.get(UnpagedBytes))
-        )?;
-        writeln!(
-            f,
-            "  bytes remote  {:>8.1} MiB   at most: {} chunks of {} KiB; {} held at the end",
-            mib(self.remote_bytes_peak()),
-            self.get(PoolChunksPeak),
-            chunk / 1024,
-            self.get(PoolChunks)
-        )?;
-        if self.get(MappingsUnpaged) > 0 {
-            writeln!(
-                f,
-                "  no extent     {:>12}   mappings, of {:.1} MiB, are not paged: each process has \
-                 at most {} paged mappings outside of its region",
-                self.get(MappingsUnpaged),
-                mib(self.get(MappingsUnpagedBytes)),
-                crate::extent::EXTENTS_MAX
-            )?;
-        }
-        if self.get(OverflowChunksPeak) > 0 {
-            writeln!(
-                f,
-                "  overflow      {:>8.1} MiB   at most, in a local file: the pool was full",
-                mib(self.get(OverflowChunksPeak) * chunk)
-            )?;
-        }
-        write!(
-            f,
-            "  allocations   {:>12}   by the NIC, {} by the memory node's CPU",
-            self.get(AllocationsByNic),
-            self.get(AllocationsByCpu)
-        )
     }
 }
 
