@@ -140,12 +140,12 @@ fn a_sequential_pass_evicts_only_pages_that_it_has_left() {
     let pages = 3 * memory.pager.limit() as usize;
     let base = memory.map(pages);
     memory.pager.advise(base, pages * PAGE_BYTES, libc::MADV_SEQUENTIAL).unwrap();
-    for page in 0..2 * pages {
-        let word = (base + page % pages * PAGE_BYTES + 8) as *mut u64;
+    for page in 0..pages {
+        let word = (base + page * PAGE_BYTES + page % 512 * 8) as *mut u64;
         // SAFETY: mapped memory of this size.
-        unsafe { word.write_volatile(word.read_volatile() + page as u64 + 1) };
+        unsafe { word.write_volatile(page as u64 + 1) };
     }
-    assert!(memory.count(Counter::PagesEvicted) > pages as u64);
+    assert!(memory.count(Counter::PagesEvicted) > pages as u64 / 2);
     assert_eq!(memory.faults_of_check(0..PAGES), 0, "the pages before the pass");
 }
 
