@@ -80,13 +80,13 @@ type Fcntl = unsafe extern "C" fn(c_int, c_int, c_long) -> c_int;
 /// File systems whose direct I/O pins pages, on the kernels that can move pages. Others only
 /// reference them (NFS, and FUSE on some kernels), or pass the request on to any other file system
 /// (overlayfs).
-const PINNING: [i64; 5] = [
-    libc::EXT4_SUPER_MAGIC as i64,
-    libc::XFS_SUPER_MAGIC as i64,
-    libc::BTRFS_SUPER_MAGIC as i64,
-    libc::F2FS_SUPER_MAGIC as i64,
+const PINNING: [libc::__fsword_t; 5] = [
+    libc::EXT4_SUPER_MAGIC,
+    libc::XFS_SUPER_MAGIC,
+    libc::BTRFS_SUPER_MAGIC,
+    libc::F2FS_SUPER_MAGIC,
     // Copies.
-    libc::TMPFS_MAGIC as i64,
+    libc::TMPFS_MAGIC,
 ];
 
 /// Returns true if the file may have `O_DIRECT`. For a pipe the flag means that a read returns the
@@ -94,14 +94,15 @@ const PINNING: [i64; 5] = [
 fn may_be_direct(pager: &Pager, fd: c_int) -> bool {
     // SAFETY: structures of numbers, valid for the writes.
     let (file, system) = unsafe {
-        let (mut file, mut system) = (std::mem::zeroed::<libc::stat>(), std::mem::zeroed());
+        let mut file = std::mem::zeroed::<libc::stat>();
+        let mut system = std::mem::zeroed::<libc::statfs>();
         if libc::fstat(fd, &mut file) != 0 || libc::fstatfs(fd, &mut system) != 0 {
             return false;
         }
         (file, system)
     };
     match file.st_mode & libc::S_IFMT {
-        libc::S_IFREG => pager.moves_pages() && PINNING.contains(&(system.f_type as i64)),
+        libc::S_IFREG => pager.moves_pages() && PINNING.contains(&system.f_type),
         libc::S_IFBLK => pager.moves_pages(),
         libc::S_IFIFO => true,
         _ => false,
