@@ -74,6 +74,10 @@ rows! {
     PagesWordEvicted: counter("pager_pages_evicted_word", "Pages of one repeated word evicted, \
                                                            without a slot."),
     PagesWordMapped: counter("pager_pages_word_mapped", "Pages mapped from a repeated word."),
+    LiveBytes: bytes(gauge("pager_live", "Length of the pages that have a slot.")),
+    HeldBytes: bytes(gauge("pager_held", "Length of the chunks held, also in the overflow file.")),
+    PagesCompacted: counter("pager_pages_compacted", "Pages that compaction moved to another \
+                                                      chunk."),
 }
 
 /// The declarations of all metrics of paged processes.

@@ -1,12 +1,13 @@
 //! The worker thread: the asynchronous path of the pager.
 //!
-//! The worker takes pages out, writes them back, reclaims positions, frees chunks, does its part of
-//! forks, and measures unpaged memory. Where the machine has two cores or fewer, the program and
+//! The worker takes pages out, writes them back, reclaims positions, frees and compacts chunks, does
+//! its part of forks, and measures unpaged memory. Where the machine has two cores or fewer, the program and
 //! the NIC's polling thread occupy them; the handler then does the work on pages in slices
 //! ([`crate::fault`]), and the worker does the rest.
 
 use std::sync::atomic::Ordering;
 
+use crate::compactor::Compactor;
 use crate::pager::Pager;
 use crate::pages::Hand;
 use crate::sys;
@@ -20,6 +21,7 @@ impl Pager {
     pub(crate) fn worker(self: &std::sync::Arc<Self>) {
         let mut hand = Hand::default();
         let mut pause_ms = unpaged::SAMPLE_MS_MIN;
+        let mut compactor = Compactor::default();
         loop {
             let seen = self.worker_wakes.load(Ordering::Acquire);
             // A program without faults does not end the transfers of pages that it has dropped, and
@@ -31,12 +33,14 @@ impl Pager {
             if !self.evicts_inline {
                 while self.pages.work(&mut hand, BATCH_PAGES) && !self.forks.is_asked() {}
             }
+            let compaction_ms = self.compact(&mut hand, &mut compactor);
             self.pages.update_gauges();
+            let wait_ms = pause_ms.min(compaction_ms);
             self.worker_sleeps.store(true, Ordering::SeqCst);
             if self.worker_wakes.load(Ordering::SeqCst) == seen {
-                sys::futex_wait(&self.worker_wakes, seen, Some(pause_ms));
+                sys::futex_wait(&self.worker_wakes, seen, Some(wait_ms));
             }
-            if self.worker_wakes.load(Ordering::SeqCst) == seen {
+            if wait_ms == pause_ms && self.worker_wakes.load(Ordering::SeqCst) == seen {
                 pause_ms = self.sample_unpaged(pause_ms);
             }
             self.worker_sleeps.store(false, Ordering::SeqCst);

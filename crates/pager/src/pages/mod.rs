@@ -15,6 +15,7 @@
 //! | [`flow`] | the asynchronous path: taking pages out, inspection, reclaim, write-back |
 //! | [`flight`] | transfers in flight: their start and their end |
 //! | [`change`] | what the program's `munmap`, `madvise` and `mremap` do to pages |
+//! | [`compact`] | compaction of chunks |
 //! | [`check`] | invariants |
 //!
 //! # States of a page
@@ -32,6 +33,7 @@
 //! | Remote | fault or prefetch | Shelved fetching | handler: READ |
 //! | Shelved fetching | READ complete | Shelved clean | handler or worker |
 //! | Shelved fetching | fault | waits for the READ | handler |
+//! | Remote, Shelved clean, Shelved dirty | compaction of the slot's chunk | Shelved dirty without a slot, then by write-back and reclaim Remote | worker: [`compact`] |
 //! | any | dropped by the program | Absent; a position in flight is blank when the transfer is complete | program's thread |
 //! | any | mremap | the same state at the other page | program's thread |
 //!
@@ -49,7 +51,9 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
-use crate::backing::Backing;
+use smallvec::SmallVec;
+
+use crate::backing::{Backing, FREES_MAX};
 use crate::fingerprint::Fingerprints;
 use crate::memory::Memory;
 use crate::page_table::{Entry, PageId, PageTable};
@@ -59,10 +63,12 @@ use crate::shelf::Shelf;
 use crate::slots::{ChunkLocation, Emptied, SlotId, Slots};
 use crate::stats::{Counter, Stats};
 use crate::stream::{self, Streams};
+use crate::sys::PAGE_SHIFT;
 use crate::transport::{Direction, FrameId, Lane};
 
 pub mod change;
 pub mod check;
+pub mod compact;
 pub mod flight;
 pub mod flow;
 pub mod sizes;
@@ -252,15 +258,19 @@ impl<M: Memory> Pages<M> {
     /// Frees chunks without a used slot. Called only by the pager's threads.
     pub fn free_emptied(&self) {
         loop {
-            let location = self.emptied().pop();
-            match location {
-                Some(location) => {
-                    self.backing.free_location(location);
-                    if let ChunkLocation::Overflow(stretch) = location {
-                        self.slots().note_freed(stretch);
-                    }
+            let locations: SmallVec<[ChunkLocation; FREES_MAX]> = {
+                let mut emptied = self.emptied();
+                let from = emptied.len().saturating_sub(FREES_MAX);
+                emptied.drain(from..).collect()
+            };
+            if locations.is_empty() {
+                return;
+            }
+            self.backing.free_locations(&locations);
+            for location in &locations {
+                if let ChunkLocation::Overflow(stretch) = location {
+                    self.slots().note_freed(*stretch);
                 }
-                None => return,
             }
         }
     }
@@ -304,23 +314,25 @@ impl<M: Memory> Pages<M> {
 
     /// Updates the gauges of present pages, chunks and allocations.
     pub fn update_gauges(&self) {
-        let (present, (pool, overflow)) = {
-            let state = self.state();
-            (state.present(), self.slots().held())
+        self.note_present(self.present());
+        self.note_held();
+    }
+
+    fn note_held(&self) {
+        let ((pool, overflow), usage) = {
+            let slots = self.slots();
+            (slots.held(), slots.usage())
         };
-        self.note_present(present);
         self.stats.set(Counter::PoolChunks, u64::from(pool));
         self.stats.raise(Counter::PoolChunksPeak, u64::from(pool));
         self.stats.set(Counter::OverflowChunks, u64::from(overflow));
         self.stats.raise(Counter::OverflowChunksPeak, u64::from(overflow));
+        self.stats.set(Counter::LiveBytes, usage.live << PAGE_SHIFT);
+        self.stats.set(Counter::HeldBytes, usage.held << PAGE_SHIFT);
     }
 
     fn note_chunks(&self) {
-        let (pool, overflow) = self.slots().held();
-        self.stats.set(Counter::PoolChunks, u64::from(pool));
-        self.stats.raise(Counter::PoolChunksPeak, u64::from(pool));
-        self.stats.set(Counter::OverflowChunks, u64::from(overflow));
-        self.stats.raise(Counter::OverflowChunksPeak, u64::from(overflow));
+        self.note_held();
         let done = self.backing.transport_stats();
         self.stats.set(Counter::AllocationsByNic, done.allocations_by_nic);
         self.stats.set(Counter::AllocationsByCpu, done.allocations_by_cpu);

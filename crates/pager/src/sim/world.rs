@@ -16,11 +16,12 @@ use crate::fork::inheritance::Inheritance;
 use crate::memory::Position;
 use crate::memory::model::{Bytes, ModelMemory, Odds, WORDS};
 use crate::page_table::{Entry, PageId, PageTable, State as PageState};
+use crate::pages::compact::Pass;
 use crate::pages::{Hand, Pages, Sizes};
 use crate::policy::counted::{Calls, Counted};
 use crate::policy::{AnyPolicy, Name};
 use crate::shelf::{Use, holds_page};
-use crate::slots::{ChunkLocation, Place, SlotId, Source};
+use crate::slots::{ChunkLocation, Place, SlotId, Source, Usage};
 use crate::stats::Stats;
 use crate::stream::Counters;
 
@@ -49,6 +50,8 @@ pub(crate) struct Setup {
     pub policy: Name,
     /// Each fault maps one page, as with a trace.
     pub alone: bool,
+    /// The worker compacts chunks.
+    pub compacts: bool,
     pub max_steps: u32,
 }
 
@@ -275,6 +278,22 @@ impl World {
         }
     }
 
+    /// Compacts the chunks until no chunk can be freed.
+    fn compact_fully(&self, hand: &mut Hand) {
+        let mut pass = Pass::default();
+        let usage = || self.pages.slots().usage();
+        let chunk = u64::from(self.setup.chunk_pages);
+        for _ in 0..20 {
+            let Usage { live, held } = usage();
+            if held - live < chunk {
+                return;
+            }
+            while self.pages.compact(hand, &mut pass).more {}
+        }
+        let Usage { live, held } = usage();
+        assert!(held - live < chunk, "{held} slots in chunks of {chunk} hold {live} pages");
+    }
+
     /// The last thread: waits until the others have ended, and checks that nothing is left.
     fn finish(self: &Rc<Self>) {
         wait_until("waits for the end of the program", || {
@@ -290,6 +309,9 @@ impl World {
         for _ in 0..100 {
             self.pages.work(&mut hand, 64);
             self.pages.wait_flights(&mut hand);
+        }
+        if self.setup.compacts {
+            self.compact_fully(&mut hand);
         }
         assert!(self.pages.state().late_wakes.is_empty(), "all threads were woken");
         // The model cannot read the content of an overflow file.
@@ -347,6 +369,8 @@ pub(crate) struct Summary {
     pub restored: u64,
     /// Pages mapped that repeat a word.
     pub words: u64,
+    /// Pages that compaction moved.
+    pub compacted: u64,
     /// Calls of the policy.
     pub calls: Calls,
 }
@@ -361,6 +385,7 @@ impl Summary {
         self.read_ahead += other.read_ahead;
         self.restored += other.restored;
         self.words += other.words;
+        self.compacted += other.compacted;
         self.calls.add(&other.calls);
     }
 }
@@ -435,6 +460,7 @@ pub(crate) fn run(
         read_ahead: count(Counter::PagesReadAhead),
         restored: count(Counter::PagesRestored),
         words: count(Counter::PagesWordMapped),
+        compacted: count(Counter::PagesCompacted),
         calls: world.calls(),
     })
 }
