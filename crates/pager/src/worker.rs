@@ -7,7 +7,7 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::pager::Pager;
+use crate::pager::{Pager, Reclaimer};
 use crate::pages::Hand;
 use crate::sys;
 use crate::unpaged;
@@ -28,7 +28,7 @@ impl Pager {
             self.pages.free_emptied();
             self.take_out_advised(&mut hand);
             self.help_fork(&mut hand);
-            if !self.evicts_inline {
+            if self.reclaimer == Reclaimer::Worker {
                 while self.pages.work(&mut hand, BATCH_PAGES) && !self.forks.is_asked() {}
             }
             self.pages.update_gauges();
@@ -54,7 +54,7 @@ impl Pager {
 
     /// Wakes the worker if there is work on pages for it, or in any case if `always`.
     pub(crate) fn wake_worker(&self, always: bool) {
-        if !always && (self.evicts_inline || !self.pages.has_work()) {
+        if !always && (self.reclaimer != Reclaimer::Worker || !self.pages.has_work()) {
             return;
         }
         self.worker_wakes.fetch_add(1, Ordering::AcqRel);

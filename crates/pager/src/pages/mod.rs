@@ -50,6 +50,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use crate::backing::Backing;
+use crate::config::Paths;
 use crate::fingerprint::Fingerprints;
 use crate::memory::Memory;
 use crate::page_table::{Entry, PageId, PageTable};
@@ -142,6 +143,12 @@ fn is_recent(now: u8, stamp: u8) -> bool {
     now.wrapping_sub(stamp) < RECENT_STAMPS
 }
 
+/// Returns the prefetcher's settings.
+fn prefetch_of(paths: Paths, sizes: &Sizes) -> stream::Settings {
+    let clusters = paths != Paths::Two;
+    stream::Settings { window_pages: sizes.window, clusters, ..stream::Settings::default() }
+}
+
 /// The pages of one process.
 pub struct Pages<M: Memory> {
     /// State of every page.
@@ -154,6 +161,8 @@ pub struct Pages<M: Memory> {
     pub stats: Stats,
     /// Sizes that follow from the bound.
     pub sizes: Sizes,
+    /// The division of a fault's work.
+    pub paths: Paths,
     fingerprints: Fingerprints,
     state: Mutex<State>,
     /// Slots in the backing memory. They are not a part of `state`, because the page server of
@@ -188,10 +197,7 @@ impl<M: Memory> Pages<M> {
             shelf: Shelf::new(sizes.positions),
             policy,
             flights: Flights::new(&sizes),
-            streams: Streams::new(stream::Settings {
-                window_pages: sizes.window,
-                ..stream::Settings::default()
-            }),
+            streams: Streams::new(prefetch_of(Paths::Two, &sizes)),
             resident: 0,
             limit: sizes.limit,
             late_wakes: Vec::new(),
@@ -205,6 +211,7 @@ impl<M: Memory> Pages<M> {
             backing,
             stats,
             sizes,
+            paths: Paths::Two,
             fingerprints,
             state: Mutex::new(state),
             slots: Mutex::new(slots),
@@ -213,6 +220,13 @@ impl<M: Memory> Pages<M> {
             fork_waits: AtomicBool::new(false),
             room_changes: AtomicU32::new(0),
         }
+    }
+
+    /// Divides the work of faults by `paths`. Called before the first fault.
+    pub fn with_paths(mut self, paths: Paths) -> Self {
+        self.paths = paths;
+        self.state().streams = Streams::new(prefetch_of(paths, &self.sizes));
+        self
     }
 
     /// Locks the state. The holder makes no system call, so that other threads wait only briefly.

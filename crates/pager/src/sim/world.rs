@@ -11,6 +11,7 @@ use super::random::Random;
 use super::threads;
 use super::transport::ModelTransport;
 use crate::backing::Backing;
+use crate::config::Paths;
 use crate::fingerprint::Fingerprints;
 use crate::fork::inheritance::Inheritance;
 use crate::memory::Position;
@@ -47,6 +48,7 @@ pub(crate) struct Setup {
     /// The process is a promoted child: some of its pages are in its parent's slots.
     pub inherits: bool,
     pub policy: Name,
+    pub paths: Paths,
     /// Each fault maps one page, as with a trace.
     pub alone: bool,
     pub max_steps: u32,
@@ -118,7 +120,8 @@ impl World {
         let policy = Counted::new(policy.expect("memory for the order of eviction"));
         let policy = AnyPolicy::Counted(Box::new(policy));
         let world = Rc::new(Self {
-            pages: Pages::new(table, memory, backing, stats, sizes, prints, policy),
+            pages: Pages::new(table, memory, backing, stats, sizes, prints, policy)
+                .with_paths(setup.paths),
             pool,
             oracle: RefCell::new(Oracle::new(pages)),
             random: RefCell::new(random(3)),
@@ -166,6 +169,24 @@ impl World {
         }
         self.pages.slots().inherit(count);
         self.allowed.set(self.allowed.get().max(self.pages.present()));
+    }
+
+    /// Returns true if the handler works on pages after each fault.
+    pub(crate) fn handler_reclaims(&self) -> bool {
+        self.setup.inline && self.setup.paths != Paths::Linux
+    }
+
+    /// Returns true if the worker works on pages.
+    pub(crate) fn worker_reclaims(&self) -> bool {
+        !self.setup.inline && self.setup.paths != Paths::Linux
+    }
+
+    /// Returns true if no transfer may be left when a fault has been served: the only handler has
+    /// waited for all of them, and neither a fork nor the end of a parent starts others.
+    pub(crate) fn waits_for_transfers(&self) -> bool {
+        let Setup { paths, handlers, programs, inherits, .. } = &self.setup;
+        let has_others = *inherits || *handlers > 1 || programs.iter().any(|p| p.forks > 0);
+        *paths == Paths::Linux && !has_others
     }
 
     /// Locks the protections as the pager's threads do.
