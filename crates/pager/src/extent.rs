@@ -14,7 +14,7 @@
 //! `MAP_32BIT` or a low address hint are extents. An extent exists as long as the program has the
 //! memory mapped. If the program unmaps a part, the rest is one or two extents.
 //!
-//! The handler and other threads find extents without a lock ([`Latch`]). Changes need `space`.
+//! The handler and other threads find extents without a lock (`Latch`). Changes need `space`.
 //!
 //! # Fences
 //! The handler and the worker work on runs of consecutive page numbers and assume that their

@@ -1,7 +1,7 @@
 //! The handlers: read userfaultfd events, follow forks, and serve faults.
 //!
-//! There is a handler thread for each core, at most [`HANDLERS_MAX`]. One of them, the leader,
-//! reads the events ([`crate::leadership`]). While one thread of the program faults, the leader
+//! There is a handler thread for each core, at most `HANDLERS_MAX`. One of them, the leader,
+//! reads the events (`crate::leadership`). While one thread of the program faults, the leader
 //! serves all faults, on the core where they occur. At intervals a handler checks on which core the
 //! faulting thread last ran, and moves to that core (`CpuAffinity`). A wake-up on the same core
 //! costs a fraction of a wake-up on another core, above all in a virtual machine.

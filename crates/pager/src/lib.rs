@@ -15,7 +15,7 @@
 //! [`Pager`] owns a [`region`] of private anonymous memory registered with [`uffd`]. The
 //! [`page_table`] records where each page's content is, and [`pages`] is the logic that moves it:
 //! between the program's memory and the [`shelf`] through [`memory`], between the shelf and the
-//! [`slots`] of a [`transport`] through [`backing`]. [`fault`] and [`worker`] are the threads,
+//! [`slots`] of a [`transport`] through [`backing`]. [`fault`] and `worker` are the threads,
 //! [`stream`] decides what is prefetched. [`mapping`] implements the program's `mmap`, `munmap` and
 //! `mprotect` on paged memory, [`advice`] its `madvise`, and [`fork`] gives forked children their
 //! pages. [`extent`] is paged memory outside of the region, at addresses that the program chose.

@@ -1,8 +1,8 @@
-//! The `mmap` family on paged memory: map, unmap and protect. [`crate::remap`] has `mremap`, and
+//! The `mmap` family on paged memory: map, unmap and protect. `crate::remap` has `mremap`, and
 //! [`crate::advice`] has `madvise`.
 //!
 //! The region stays mapped. A mapping of the program is a change of protection within it. An
-//! [extent](crate::extent) is mapped and unmapped in the kernel ([`crate::extent_mapping`]). Pages
+//! [extent](crate::extent) is mapped and unmapped in the kernel (`crate::extent_mapping`). Pages
 //! that are unmapped, dropped by advice, or replaced by another mapping lose their frames and slots
 //! here. A chunk is freed with its last slot.
 //!

@@ -307,7 +307,7 @@ impl Pager {
     }
 
     /// Opens the backing memory that `config` names, with as many frames as its bound needs: memory
-    /// nodes ([`direct_transport`], [`pool_transport`]), or a file for diagnosis
+    /// nodes (`direct_transport`, [`pool_transport`]), or a file for diagnosis
     /// ([`crate::store`]).
     pub fn open_transport(config: &Config) -> Result<Box<dyn Transport>, Error> {
         let frames = Sizes::new(config.local_bytes).frames();

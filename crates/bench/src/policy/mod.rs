@@ -1,7 +1,7 @@
 //! Replacement policies on fault traces: the cost of each policy at several limits.
 //!
-//! [`replay`] runs a trace through a policy and a model of the pager. [`min`] is Belady's MIN, as a
-//! reference that no policy can reach. [`synthetic`] makes the access patterns of the tests.
+//! [`mod@replay`] runs a trace through a policy and a model of the pager. [`min`] is Belady's MIN,
+//! as a reference that no policy can reach. [`synthetic`] makes the access patterns of the tests.
 //!
 //! A trace holds the faults of a program that had little memory, thus nearly all its page
 //! transitions. It lacks accesses to pages that were resident then, and it does not say when the

@@ -16,7 +16,7 @@
 //! - A light child evicts nothing and needs no connection, so a child that soon calls exec does not
 //!   pay for one.
 //! - A promoted child's page that the page server holds is in a slot with a special index
-//!   ([`SlotId::inherited`]). Such a slot is read through the page server, never written, and freed
+//!   (`SlotId::inherited`). Such a slot is read through the page server, never written, and freed
 //!   when the page is stored in one of the child's own slots.
 //! - Frozen slots are neither overwritten nor reused while a child of a fork since their freeze
 //!   needs the page server.

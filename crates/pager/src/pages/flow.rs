@@ -15,7 +15,7 @@
 //!
 //! [`Pages::work`] does a bounded part of the due work. Where the machine has a core for the
 //! worker, the worker calls `work`; otherwise the handler calls `work` after each fault.
-//! [`Pages::make_blank`] does the same work for a fault that finds no blank position.
+//! `Pages::make_blank` does the same work for a fault that finds no blank position.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;

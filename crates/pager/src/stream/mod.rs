@@ -12,10 +12,10 @@
 //!     window 5   window 6   window 7               window 8               planned next
 //! ```
 //!
-//! - [`context`] assigns a fault to one of 16 contexts of its thread, by the distance to the
+//! - `context` assigns a fault to one of 16 contexts of its thread, by the distance to the
 //!   context's last page.
-//! - [`trend`] finds the delta that most of the context's newest faults have.
-//! - [`window`] follows each planned window until its pages are used or wasted.
+//! - `trend` finds the delta that most of the context's newest faults have.
+//! - `window` follows each planned window until its pages are used or wasted.
 //!
 //! Source: Leap (ATC 2020) for the trend. Leap keeps one history for a process. Here each thread
 //! has several, because a loop over three arrays has no majority in a single history.
