@@ -5,8 +5,8 @@
 //! | `granary run` | [`SCARCE_PERCENT`] of the pool are allocated | 1.33 |
 //! | `granary run --trim` | at any time | 1.1 |
 //!
-//! While the program faults, compaction takes at most a twentieth of the time, and otherwise at most
-//! a half. A pass that frees no chunk is followed by a longer pause.
+//! While the program faults, compaction takes at most a twentieth of the time, otherwise at most a
+//! half. A pass that frees no chunk is followed by a longer pause.
 
 use std::time::{Duration, Instant};
 

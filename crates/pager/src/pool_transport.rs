@@ -50,7 +50,7 @@ pub struct PoolTransport<N: Nic> {
     nodes: Arc<Nodes<N>>,
     frames: u32,
     chunks: RwLock<Chunks>,
-    /// The scheme has no one-sided access: pages are read and written by requests ([`by_requests`]).
+    /// The scheme's access is not one-sided: each page is a request ([`by_requests`]).
     by_requests: bool,
 }
 

@@ -143,7 +143,7 @@ pub trait Transport: Send + Sync {
     /// Allocates a chunk. Its content is unspecified until written.
     fn allocate_chunk(&self) -> Result<ChunkHandle, TransportError>;
 
-    /// Allocates up to `count` chunks and appends them to `chunks`: at least one, unless an error is
+    /// Allocates up to `count` chunks and appends them to `chunks`: at least one, or an error is
     /// returned. An implementation with requests to a memory node has several in flight at a time.
     fn allocate_chunks(
         &self,

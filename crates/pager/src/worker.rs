@@ -1,9 +1,9 @@
 //! The worker thread: the asynchronous path of the pager.
 //!
-//! The worker takes pages out, writes them back, reclaims positions, frees and compacts chunks, does
-//! its part of forks, and measures unpaged memory. Where the machine has two cores or fewer, the program and
-//! the NIC's polling thread occupy them; the handler then does the work on pages in slices
-//! ([`crate::fault`]), and the worker does the rest.
+//! The worker takes pages out, writes them back, reclaims positions, frees and compacts chunks,
+//! does its part of forks, and measures unpaged memory. Where the machine has two cores or fewer,
+//! the program and the NIC's polling thread occupy them; the handler then does the work on pages in
+//! slices ([`crate::fault`]), and the worker does the rest.
 
 use std::sync::atomic::Ordering;
 

@@ -115,7 +115,7 @@ impl<M: Memory> Pages<M> {
         remote: &mut Vec<(PageId, SlotId)>,
     ) -> ControlFlow<()> {
         let protection = self.try_lock_protection();
-        if protection.is_none() {
+        if protection.is_none() || self.fork_waits.load(Ordering::Acquire) {
             return ControlFlow::Break(());
         }
         for page in pages.map(PageId) {
