@@ -63,8 +63,9 @@ fn paths_differ_in_faults_and_in_waits_for_writes() {
         assert!(of(stats, "pages_in") > 1000, "{stats}");
     }
     // Streams map runs of pages. Pages of a cluster have a fault each.
-    assert!(of(&linux, "faults") > 2 * of(&two, "faults"), "{linux} {two}");
-    assert!(of(&fastswap, "faults") > 2 * of(&two, "faults"), "{fastswap} {two}");
+    for clustered in [&linux, &fastswap] {
+        assert!(2 * of(clustered, "faults") > 3 * of(&two, "faults"), "{clustered} {two}");
+    }
     // A fault with linux takes pages out and waits until they are written.
     assert!(of(&linux, "faults_writing") > 100, "{linux}");
     assert!(of(&two, "faults_writing") * 10 < of(&linux, "faults_writing"), "{linux} {two}");

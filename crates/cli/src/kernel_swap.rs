@@ -51,7 +51,7 @@ pub enum SwapKind {
     File,
 }
 
-/// What a process needs to swap pages.
+/// Settings of a limit with swap.
 #[derive(clap::Args, Clone, Copy, Debug)]
 pub struct KernelSwap {
     /// Place of the swapped pages

@@ -41,9 +41,9 @@ use crate::node::NodeProcess;
 /// the paper, with a note on each claim that is off by more than 10%. The parameters and their
 /// sources: docs/internals/simulator.md.
 ///
-/// The paper sams has one experiment, which is measured only: Linpack, quicksort, memcached, k-means
-/// and STREAM with 100 to 25% of their memory local, on the kernel's swap (zram and a file, which
-/// need root) and with granary run --paths linux, fastswap and two.
+/// The paper sams has one experiment, which is measured only: Linpack, quicksort, memcached,
+/// k-means and STREAM with 100 to 25% of their memory local, on the kernel's swap (zram and a file,
+/// which need root) and with granary run --paths linux, fastswap and two.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Paper {

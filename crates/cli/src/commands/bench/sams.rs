@@ -130,7 +130,7 @@ impl Processes {
         // The server removes an old socket only if it is the server's own.
         let _ = fs::remove_file(&socket);
         // Twice the data, so that the server never throws an item away.
-        let megabytes = (2 * job.bytes >> 20).max(64).to_string();
+        let megabytes = (2 * job.bytes / (1 << 20)).max(64).to_string();
         command.args(["-m", &megabytes, "-t", "1", "-s"]).arg(&socket);
         if rustix::process::geteuid().is_root() {
             command.args(["-u", "root"]);
