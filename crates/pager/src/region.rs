@@ -8,10 +8,10 @@
 //!  +-------------------+-----------------------------------+
 //! ```
 //!
-//! The region is private anonymous memory, reserved once and never unmapped. The program's mapping
-//! and unmapping only changes protections in it. The memory is private so that fork's copy-on-write
-//! stays correct. Paged memory at other addresses consists of [extents](crate::extent), whose pages
-//! have the numbers after the region's.
+//! The region is private anonymous memory, reserved once and unmapped with its last clone. The
+//! program's mapping and unmapping only changes protections in it. The memory is private so that
+//! fork's copy-on-write stays correct. Paged memory at other addresses consists of
+//! [extents](crate::extent), whose pages have the numbers after the region's.
 //!
 //! [`RangeSet`] is a set of page ranges. [`Space`] holds the sets of free pages, of foreign pages
 //! (which the program replaced by other mappings), and of pages that the program keeps from forked
@@ -161,13 +161,22 @@ pub enum Piece {
     Other(usize, usize),
 }
 
-/// The reserved address range, and the extents beside it.
-#[derive(Debug)]
+/// The reserved address range, and the extents beside it. A clone names the same region.
+#[derive(Clone, Debug)]
 pub struct Region {
     base: usize,
     pages: u32,
     arena_pages: u32,
     extents: Arc<Extents>,
+    /// Keeps the range mapped.
+    _mapping: Arc<Mapping>,
+}
+
+/// A mapping of this process, which is unmapped with the last reference.
+#[derive(Debug)]
+struct Mapping {
+    start: usize,
+    len: usize,
 }
 
 /// Page numbers for extents, as a multiple of the region's pages. The page table needs only address
@@ -196,22 +205,13 @@ impl Region {
                     }
                     let pages = (len >> PAGE_SHIFT) as u32;
                     let extents = Arc::new(Extents::new()?);
-                    return Ok(Self { base, pages, arena_pages: pages / 2, extents });
+                    let mapping = Arc::new(Mapping { start: base, len });
+                    let arena_pages = pages / 2;
+                    return Ok(Self { base, pages, arena_pages, extents, _mapping: mapping });
                 }
                 Err(_) if len > SMALLEST => len /= 2,
                 Err(error) => return Err(error),
             }
-        }
-    }
-
-    /// Returns a second handle to the same region, for another pager of the same process. Neither
-    /// is ever dropped.
-    pub(crate) fn same(&self) -> Self {
-        Self {
-            base: self.base,
-            pages: self.pages,
-            arena_pages: self.arena_pages,
-            extents: self.extents.clone(),
         }
     }
 
@@ -382,11 +382,11 @@ impl Region {
     }
 }
 
-impl Drop for Region {
+impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the owner drops the region only after all use of it has ended.
+        // SAFETY: the mapping belongs to the regions that refer to it, and none is left.
         unsafe {
-            let _ = sys::munmap(self.base, self.len());
+            let _ = sys::munmap(self.start, self.len);
         }
     }
 }
@@ -395,6 +395,24 @@ impl Drop for Region {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    /// Returns a region of addresses that are not mapped.
+    fn unmapped(base: usize, pages: u32) -> Region {
+        let extents = Arc::new(Extents::new().unwrap());
+        // The kernel refuses to unmap no bytes.
+        let _mapping = Arc::new(Mapping { start: 0, len: 0 });
+        Region { base, pages, arena_pages: pages / 2, extents, _mapping }
+    }
+
+    /// Unmapping the addresses twice would remove what another thread has mapped there meanwhile.
+    #[test]
+    fn region_stays_mapped_while_a_clone_lives() {
+        let region = Region::reserve(1 << 28).unwrap();
+        let clone = region.clone();
+        drop(region);
+        // SAFETY: changes no content.
+        unsafe { sys::madvise(clone.base(), clone.len(), libc::MADV_NOHUGEPAGE) }.unwrap();
+    }
 
     proptest! {
         #[test]
@@ -427,9 +445,7 @@ mod tests {
 
     #[test]
     fn children_get_paged_ranges_without_dontfork() {
-        let extents = Arc::new(Extents::new().unwrap());
-        let region = Region { base: 0, pages: 100, arena_pages: 50, extents };
-        let region = std::mem::ManuallyDrop::new(region);
+        let region = unmapped(0, 100);
         let mut space = region.space();
         assert_eq!(space.for_children(0..100), vec![0..100u32; 1]);
         space.foreign.insert(0..3);
@@ -456,9 +472,7 @@ mod tests {
     #[test]
     fn a_range_of_addresses_is_cut_at_the_region_and_at_extents() {
         const PAGE: usize = PAGE_BYTES;
-        let extents = Arc::new(Extents::new().unwrap());
-        let region = Region { base: 100 * PAGE, pages: 10, arena_pages: 5, extents };
-        let region = std::mem::ManuallyDrop::new(region);
+        let region = unmapped(100 * PAGE, 10);
         let extent = |base, pages, first| Extent { base: base * PAGE, pages, first };
         let all = [extent(50, 4, 20), extent(110, 5, 60)];
         region.extents().set_numbers(&all);

@@ -109,7 +109,7 @@ impl Pager {
         let parts = PagerParts {
             uffd: Arc::new(faults),
             fork_events: self.fork_events,
-            region: self.region.same(),
+            region: self.region.clone(),
             space: space.clone(),
             unreadable: self.unreadable().clone(),
             inheritance: Some(Inheritance::new(calls, server_calls)),

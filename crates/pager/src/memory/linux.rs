@@ -161,7 +161,7 @@ impl LinuxMemory {
         let zeros = sys::map_anonymous(COPIED_RUN as usize * PAGE_BYTES).map_err(system)?;
         let memory = Self {
             shelf: map_shelf(len).map_err(system)?,
-            region: region.same(),
+            region: region.clone(),
             positions,
             zeros,
             reader: ProgramReader::open(),
