@@ -64,6 +64,9 @@ test-full: test ## Run more and longer tests, tests with Linux's soft-RoCE in qe
 	# Optimised, but without LTO, which would compile everything again for each test binary.
 	PROPTEST_CASES=4096 GRANARY_TEST_FULL=1 CARGO_PROFILE_RELEASE_LTO=off \
 	    TEST_SECONDS=3600 $(TEST) --workspace --release
+	# Prints the times of the pager's policies and prefetcher, one test after the other.
+	CARGO_PROFILE_RELEASE_LTO=off $(TEST) -p granary-pager --release --lib cost_of_ -- \
+	    --ignored --nocapture --test-threads 1
 	TEST_SECONDS=1800 taskset -c 0 $(TEST) --workspace
 	GRANARY_TEST_UNPRIVILEGED=1 $(TEST) --workspace --test pager_forks
 	# All benchmarks in full, with the build of the tests above. Pictures go to a temporary directory.

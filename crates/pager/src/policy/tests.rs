@@ -342,7 +342,7 @@ fn duel_follows_bip_in_a_cyclic_scan() {
 
 /// Prints the time of the calls for a page that comes and one that goes.
 #[test]
-#[ignore = "a measurement"]
+#[ignore = "prints times and asserts nothing; make test-full runs it"]
 fn cost_of_a_page() {
     const LIMIT: u32 = 1 << 16;
     for (what, run_pages) in [("single pages", 1), ("runs of 64", 64)] {

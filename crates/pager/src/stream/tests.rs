@@ -538,7 +538,7 @@ fn unknown_windows_change_nothing() {
 
 /// Prints the cost of a fault. Run it with `--release -- --ignored --nocapture`.
 #[test]
-#[ignore = "a measurement"]
+#[ignore = "prints times and asserts nothing; make test-full runs it"]
 fn cost_of_a_fault() {
     const FAULTS: u32 = 100_000;
     type Step = Box<dyn FnMut(&mut Streams, u32)>;
