@@ -355,6 +355,7 @@ impl Pager {
 
 /// Follows a fork whose event the handler has read.
 pub(crate) fn follow(pager: &Arc<Pager>, faults: Uffd) {
+    pager.pages.fork_waits.store(true, Ordering::Release);
     let channel = pager.server_ends();
     // The forking thread holds `space`, so the extents are those of the child.
     let extents = pager.region.extents().all().into();

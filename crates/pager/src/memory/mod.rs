@@ -46,7 +46,8 @@ pub enum Stop {
     /// A device has pinned the next page (O_DIRECT, io_uring's registered buffers): the page must
     /// stay where it is.
     Pinned,
-    /// A fork is in progress. The kernel changes no page until the fork's event has been read.
+    /// The kernel changes no page now. A fork is in progress whose event must be read first, or the
+    /// event has been read and the forking thread has not run since.
     Forking,
     /// The next page is mapped already, or its mapping is gone: the thread must fault again.
     Changed,

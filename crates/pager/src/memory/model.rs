@@ -51,6 +51,8 @@ impl std::fmt::Debug for Bytes {
 pub(crate) struct Odds {
     pub pinned: u32,
     pub changed: u32,
+    /// The kernel refuses as in a fork, although there is none.
+    pub forking: u32,
 }
 
 /// An event that the handler reads.
@@ -191,7 +193,9 @@ impl ModelMemory {
             point();
             self.assert_busy(first, pages, what);
             let mut kernel = self.kernel();
-            let stop = if kernel.is_forking { Some(Stop::Forking) } else { step(&mut kernel, at) };
+            let odds = kernel.odds;
+            let is_refused = kernel.is_forking || kernel.random.once_in(odds.forking);
+            let stop = if is_refused { Some(Stop::Forking) } else { step(&mut kernel, at) };
             if stop.is_some() {
                 done = Done { pages: at, stop };
                 break;

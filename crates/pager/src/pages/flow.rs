@@ -281,7 +281,9 @@ impl<M: Memory> Pages<M> {
                 hand.run.iter().for_each(|&(page, _)| state.note_removed(page));
                 self.place(hand, &mut state);
                 drop(state);
-                self.take_chosen(hand);
+                if matches!(self.take_chosen(hand), TakenOut::Forking) {
+                    return;
+                }
             }
             while self.post_write(hand) > 0 {}
             self.wait_flights(hand);
@@ -403,10 +405,7 @@ impl<M: Memory> Pages<M> {
             at += done.pages as usize;
             match done.stop {
                 None => {}
-                Some(Stop::Forking) => {
-                    self.fork_waits.store(true, Ordering::Release);
-                    return Some(Stop::Forking);
-                }
+                Some(Stop::Forking) => return Some(Stop::Forking),
                 // This page stays resident. The pages behind it are taken out by the next call.
                 Some(Stop::Pinned | Stop::Changed) => at += 1,
             }

@@ -172,8 +172,10 @@ pub struct Pages<M: Memory> {
     /// A thread holds this lock while it takes pages out. Other threads hold the lock to keep all
     /// pages where they are.
     protection: Mutex<()>,
-    /// True while a fork is prepared, and until the handler has read the fork's event and has taken
-    /// the snapshot. Between the fork and the read of its event the kernel refuses to change pages.
+    /// True while a fork is prepared, and from the read of a fork's event until the snapshot is
+    /// taken. Only the threads that follow the fork change this flag. A refused change of pages
+    /// leaves the flag as it is, because the kernel refuses until the forking thread runs again,
+    /// which may be after the snapshot.
     pub fork_waits: AtomicBool,
     /// Incremented when a position may have become blank. A thread that waits for a change uses
     /// this word as a futex with a timeout, because no thread wakes the futex.

@@ -65,7 +65,11 @@ pub(crate) fn setup(kind: Kind, seed: u64) -> Setup {
         programs: Vec::new(),
         handlers: if random.once_in(4) { 2 } else { 1 },
         inline,
-        odds: Odds { pinned: random.pick(&[0, 0, 20]), changed: random.pick(&[0, 0, 20]) },
+        odds: Odds {
+            pinned: random.pick(&[0, 0, 20]),
+            changed: random.pick(&[0, 0, 20]),
+            forking: 0,
+        },
         copied_run: None,
         chunk_pages: random.pick(&[4, 16, 64]),
         capacity: u32::MAX,
@@ -142,7 +146,7 @@ pub(crate) fn setup(kind: Kind, seed: u64) -> Setup {
         Kind::Pins => setup.pins = random.within(4..=20),
         Kind::Copies => {
             setup.copied_run = Some(random.within(1..=8));
-            setup.odds = Odds { changed: 20, pinned: 0 };
+            setup.odds = Odds { changed: 20, ..Odds::default() };
             program.drops = random.pick(&[0, 12]);
             program.forks = random.pick(&[0, 16]);
         }
@@ -189,5 +193,6 @@ pub(crate) fn setup(kind: Kind, seed: u64) -> Setup {
         };
         setup.programs.push(Program { order, ..program.clone() });
     }
+    setup.odds.forking = random.pick(&[0, 0, 20]);
     setup
 }
