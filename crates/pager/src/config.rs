@@ -12,10 +12,11 @@
 //! | `GRANARY_OVERFLOW_DIR` | directory of the overflow file (default `$TMPDIR`, then /var/tmp) |
 //! | `GRANARY_ALLOW_UNPAGED` | `1`: programs that cannot be paged, or could stop the pager, run anyway |
 //! | `GRANARY_PAGES` | `auto`, `move` or `copy`: see [`Pages`] |
+//! | `GRANARY_PATHS` | `two`, `fastswap` or `linux`: see [`Paths`] |
 //! | `GRANARY_POLICY` | the pages that are evicted first (default `contest`): see [`crate::policy`] |
 //! | `GRANARY_FAULT_TIMES` | file that tells `granary run` how frequent faults are (`awake`) |
 //!
-//! `granary run` reads `GRANARY_PAGES` and `GRANARY_POLICY` from its own environment
+//! `granary run` reads `GRANARY_PAGES`, `GRANARY_PATHS` and `GRANARY_POLICY` from its own environment
 //! ([`Config::read_choices`]).
 //!
 //! Programs that a paged program starts inherit these variables and `LD_PRELOAD`. So they are paged
@@ -35,6 +36,7 @@ const BOUND: &str = "GRANARY_BOUND";
 const DIRECT: &str = "GRANARY_DIRECT";
 const FAULT_TIMES: &str = "GRANARY_FAULT_TIMES";
 const PAGES: &str = "GRANARY_PAGES";
+const PATHS: &str = "GRANARY_PATHS";
 const POLICY: &str = "GRANARY_POLICY";
 
 /// Exit status of a program whose pages are lost because the pool is gone.
@@ -68,6 +70,48 @@ impl Pages {
     }
 }
 
+/// The division of a fault's work between the fault and later work.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Paths {
+    /// A synchronous path for the page of the fault. All other work is on an asynchronous path,
+    /// with prefetch for each thread (SAMS).
+    #[default]
+    Two,
+    /// The page of the fault is waited for. Its neighbours in an aligned cluster of 8 pages are
+    /// read without waiting, and each is mapped by a fault of its own (Fastswap).
+    Fastswap,
+    /// The whole cluster is waited for. A fault that finds too little memory takes pages out, and
+    /// waits until they are written (Linux, without a thread that reclaims).
+    Linux,
+}
+
+impl Paths {
+    /// All values.
+    pub const ALL: [Self; 3] = [Self::Linux, Self::Fastswap, Self::Two];
+
+    /// The name in `GRANARY_PATHS`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Two => "two",
+            Self::Fastswap => "fastswap",
+            Self::Linux => "linux",
+        }
+    }
+}
+
+/// The error of an unknown name of [`Paths`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("expected linux, fastswap or two")]
+pub struct UnknownPaths;
+
+impl std::str::FromStr for Paths {
+    type Err = UnknownPaths;
+
+    fn from_str(name: &str) -> Result<Self, UnknownPaths> {
+        Self::ALL.into_iter().find(|paths| paths.name() == name).ok_or(UnknownPaths)
+    }
+}
+
 /// Settings of a paged process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -91,6 +135,8 @@ pub struct Config {
     pub allow_unpaged: bool,
     /// The way in which pages get into and out of the program's memory.
     pub pages: Pages,
+    /// The division of a fault's work.
+    pub paths: Paths,
     /// File in which the process records when its last fault was.
     pub fault_times: Option<PathBuf>,
     /// Which resident pages are evicted first.
@@ -111,6 +157,7 @@ impl Config {
             overflow_directory: default_overflow_directory(),
             allow_unpaged: false,
             pages: Pages::Auto,
+            paths: Paths::Two,
             fault_times: None,
             policy: Name::default(),
         }
@@ -150,7 +197,7 @@ impl Config {
         Ok(Some(config))
     }
 
-    /// Reads the choices of methods that have no option in `granary run`.
+    /// Reads the choices of methods that need no option of `granary run`.
     ///
     /// # Errors
     /// [`Error::Setting`] for an unknown name.
@@ -160,6 +207,13 @@ impl Config {
                 name: PAGES,
                 value,
                 why: "expected auto, move or copy".into(),
+            })?;
+        }
+        if let Some(value) = get(PATHS) {
+            self.paths = value.parse().map_err(|error: UnknownPaths| Error::Setting {
+                name: PATHS,
+                value,
+                why: error.to_string(),
             })?;
         }
         if let Some(value) = get(POLICY) {
@@ -182,6 +236,7 @@ impl Config {
             ("GRANARY_REGION", self.region_bytes.to_string().into()),
             ("GRANARY_OVERFLOW_DIR", self.overflow_directory.clone().into()),
             (PAGES, self.pages.name().into()),
+            (PATHS, self.paths.name().into()),
             (POLICY, self.policy.text().into()),
         ];
         if let Some(directory) = &self.run_directory {
@@ -255,6 +310,7 @@ mod tests {
         config.overflow_directory = "/somewhere".into();
         config.allow_unpaged = true;
         config.pages = Pages::Copy;
+        config.paths = Paths::Fastswap;
         config.fault_times = Some("/proc/1/fd/9".into());
         config.policy = Name::Random;
         let variables = config.to_environment();
@@ -278,6 +334,8 @@ mod tests {
         };
         let pages = refused("GRANARY_PAGES", "swap");
         assert_eq!(pages, "GRANARY_PAGES=swap: expected auto, move or copy");
+        let paths = refused("GRANARY_PATHS", "three");
+        assert_eq!(paths, "GRANARY_PATHS=three: expected linux, fastswap or two");
         assert_eq!(
             refused("GRANARY_POLICY", "lru"),
             "GRANARY_POLICY=lru: expected fifo, segmented, random, bip, stream, s3fifo, duel or \

@@ -12,7 +12,7 @@
 use std::io;
 
 use crate::fork;
-use crate::pager::Pager;
+use crate::pager::{Pager, Reclaimer};
 use crate::pages::sizes::DEMAND_FRAMES;
 use crate::pages::{Hand, Request};
 use crate::priority::HandlerPriority;
@@ -87,11 +87,11 @@ impl Pager {
                 self.stats().record_fault(end - start);
                 priority.served(start, end);
                 self.fault_times.iter().for_each(|times| times.note_fault(end));
-                if self.evicts_inline {
+                if self.reclaimer == Reclaimer::Handler {
                     self.pages.work(&mut hand, pages + CATCH_UP_PAGES);
                 }
             }
-            if !self.evicts_inline {
+            if self.reclaimer != Reclaimer::Handler {
                 self.pages.reap(&mut hand);
                 self.wake_worker(false);
             }

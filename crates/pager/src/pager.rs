@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use crate::advice::AdviceMap;
 use crate::awake::FaultTimes;
 use crate::backing::Backing;
-use crate::config::{Config, EXIT_PAGER};
+use crate::config::{Config, EXIT_PAGER, Paths};
 use crate::errno::{Errno, MOVED};
 use crate::extent::set_fences;
 use crate::fingerprint::Fingerprints;
@@ -95,6 +95,28 @@ const ADDRESS_SPACE: &str = "reserve address space (RLIMIT_AS and RLIMIT_DATA, u
 /// Seed of the replacement policy: always the same, so that a run can be repeated.
 const POLICY_SEED: u64 = 1;
 
+/// The thread that takes pages out, writes them back and reclaims their positions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reclaimer {
+    /// The worker.
+    Worker,
+    /// The handler, after each fault. With two cores or fewer, the program and the NIC's polling
+    /// thread occupy the cores, and a worker would keep the NIC from answering.
+    Handler,
+    /// The handler, within a fault that finds too little room.
+    Fault,
+}
+
+impl Reclaimer {
+    fn of(paths: Paths) -> Self {
+        match paths {
+            Paths::Linux => Self::Fault,
+            Paths::Two | Paths::Fastswap if units::cpus::cores() <= 2 => Self::Handler,
+            Paths::Two | Paths::Fastswap => Self::Worker,
+        }
+    }
+}
+
 /// Resources from which a pager is assembled.
 pub(crate) struct PagerParts {
     pub uffd: Arc<Uffd>,
@@ -134,10 +156,8 @@ pub struct Pager {
     pub(crate) fault_times: Option<FaultTimes>,
     pub(crate) forks: Forks,
     pub(crate) fork_events: bool,
-    /// True if the handler thread does the worker's work on pages. With two cores or fewer, the
-    /// program and the NIC's polling thread occupy the cores, and a worker would keep the NIC from
-    /// answering.
-    pub(crate) evicts_inline: bool,
+    /// The thread that does the asynchronous path's work on pages.
+    pub(crate) reclaimer: Reclaimer,
     /// Descriptors by which forked children reach the memory nodes.
     pub(crate) sockets: Sockets,
     pub(crate) enter: OnceLock<fn()>,
@@ -274,7 +294,8 @@ impl Pager {
             .policy(sizes.limit, table.len() as u32, POLICY_SEED)
             .map_err(system("map the order of eviction"))?;
         let backing = Backing::new(transport, config.overflow_directory.clone(), inheritance);
-        let pages = Pages::new(table, memory, backing, stats, sizes, fingerprints, policy);
+        let pages = Pages::new(table, memory, backing, stats, sizes, fingerprints, policy)
+            .with_paths(config.paths);
         let pages = match lease {
             Some(lease) => pages.with_lease(lease, reserved),
             None => pages,
@@ -299,7 +320,7 @@ impl Pager {
             fault_times,
             forks: Forks::default(),
             fork_events,
-            evicts_inline: units::cpus::cores() <= 2,
+            reclaimer: Reclaimer::of(config.paths),
             sockets,
             enter: OnceLock::new(),
             unpaged_monitor: UnpagedMonitor::default(),

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::lease;
 use crate::ledger::GUARANTEED_UNITS;
-use crate::pager::Pager;
+use crate::pager::{Pager, Reclaimer};
 use crate::pages::Hand;
 use crate::stats::Counter;
 use crate::sys;
@@ -34,7 +34,7 @@ impl Pager {
             self.take_out_advised(&mut hand);
             self.bring_in_advised(&mut hand);
             self.help_fork(&mut hand);
-            if !self.evicts_inline {
+            if self.reclaimer == Reclaimer::Worker {
                 while self.pages.work(&mut hand, BATCH_PAGES) && !self.forks.is_asked() {}
             }
             self.tend_lease(&mut review, &mut hand);
@@ -83,7 +83,7 @@ impl Pager {
 
     /// Wakes the worker if there is work on pages for it, or in any case if `always`.
     pub(crate) fn wake_worker(&self, always: bool) {
-        if !always && (self.evicts_inline || !self.pages.has_work()) {
+        if !always && (self.reclaimer != Reclaimer::Worker || !self.pages.has_work()) {
             return;
         }
         self.worker_event().fetch_add(1, Ordering::AcqRel);

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
-use pager::config::Config;
+use pager::config::{Config, Paths};
 use pager::run::RunDirectory;
 use pager::runs::Bound;
 use pager::stats::Summary;
@@ -60,6 +60,14 @@ pub struct Run {
 
     #[command(flatten)]
     donation: Donation,
+
+    /// Division of the work of page faults. two: the page of a fault first, all other work on an
+    /// asynchronous path, with prefetch for each thread. fastswap: aligned clusters of 8 pages, and
+    /// only the page of the fault is waited for. linux: the whole cluster is waited for, and faults
+    /// evict pages. Only two is meant for use; the others are for comparisons [default: two, or
+    /// GRANARY_PATHS]
+    #[arg(long, value_name = "linux|fastswap|two")]
+    paths: Option<Paths>,
 
     /// Run programs whose memory cannot be paged (static ones, Go without cgo), and programs whose
     /// seccomp filter may stop the pager, with a message instead of an error
@@ -182,6 +190,7 @@ impl Run {
         let mut config = Config { is_direct, ..Config::new(local.bytes(), pool_address) };
         config.allow_unpaged = self.allow_unpaged;
         config.read_choices(|name| std::env::var(name).ok())?;
+        config.paths = self.paths.unwrap_or(config.paths);
         // Absolute, because a process of the program may change its working directory first.
         config.trace = self.trace.as_ref().map(std::path::absolute).transpose()?;
         config.shares_bound = self.local.is_shared();

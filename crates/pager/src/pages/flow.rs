@@ -28,12 +28,16 @@ use crate::policy::{Policy, Run};
 use crate::shelf::{NO_RECORD, Record, Use};
 use crate::slots::{SlotId, Source};
 use crate::stats::Counter;
+use crate::stream::CLUSTER_PAGES;
 use crate::transport::FrameId;
 
 /// Maximum number of pages that a fault takes out at once. In a run, a page costs about 0.4 us.
 const SLICE_PAGES: u32 = 16;
 /// Maximum number of pages that are taken out at once while no fault waits.
 const BATCH_PAGES: u32 = 64;
+/// Number of pages that a fault of `Paths::Linux` takes out and writes together, as Linux does
+/// (SWAP_CLUSTER_MAX).
+const DIRECT_PAGES: u32 = 32;
 /// Maximum number of positions that get memory together.
 const GROWTH_PAGES: u32 = 16;
 
@@ -232,6 +236,28 @@ impl<M: Memory> Pages<M> {
             }
         }
         true
+    }
+
+    /// Makes room for a cluster, as the direct reclaim of Linux does: takes pages out, and waits
+    /// until they are written. [`Pages::make_blank`] does what is left if no page can be taken out.
+    pub(super) fn reclaim_directly(&self, hand: &mut Hand) {
+        let lacks_room = || {
+            let state = self.state();
+            state.room() + state.shelf.blank() < CLUSTER_PAGES || state.present() > state.limit
+        };
+        while lacks_room() {
+            let mut more = self.work(hand, DIRECT_PAGES);
+            while self.post_write(hand) > 0 {}
+            while self.wait_write(hand) {
+                hand.waited_writes += 1;
+                more = true;
+            }
+            self.reclaim_surplus(&mut self.state());
+            self.wake_late();
+            if !more {
+                return;
+            }
+        }
     }
 
     /// Gives memory to empty positions within the room below the limit, and gives one of them to

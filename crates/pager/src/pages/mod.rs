@@ -51,6 +51,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use crate::backing::Backing;
+use crate::config::Paths;
 use crate::fingerprint::Fingerprints;
 use crate::lease::Lease;
 use crate::memory::Memory;
@@ -147,6 +148,12 @@ fn is_recent(now: u8, stamp: u8) -> bool {
     now.wrapping_sub(stamp) < RECENT_STAMPS
 }
 
+/// Returns the prefetcher's settings.
+fn prefetch_of(paths: Paths, sizes: &Sizes) -> stream::Settings {
+    let clusters = paths != Paths::Two;
+    stream::Settings { window_pages: sizes.window, clusters, ..stream::Settings::default() }
+}
+
 /// The pages of one process.
 pub struct Pages<M: Memory> {
     /// State of every page.
@@ -161,6 +168,8 @@ pub struct Pages<M: Memory> {
     pub sizes: Sizes,
     /// The part of the run's bound that this process has; `None` if its bound is its own.
     lease: Option<Lease>,
+    /// The division of a fault's work.
+    pub paths: Paths,
     fingerprints: Fingerprints,
     state: Mutex<State>,
     /// Slots in the backing memory. They are not a part of `state`, because the page server of
@@ -197,10 +206,7 @@ impl<M: Memory> Pages<M> {
             shelf: Shelf::new(sizes.positions),
             policy,
             flights: Flights::new(&sizes),
-            streams: Streams::new(stream::Settings {
-                window_pages: sizes.window,
-                ..stream::Settings::default()
-            }),
+            streams: Streams::new(prefetch_of(Paths::Two, &sizes)),
             resident: 0,
             limit: sizes.limit,
             owed: 0,
@@ -216,6 +222,7 @@ impl<M: Memory> Pages<M> {
             stats,
             sizes,
             lease: None,
+            paths: Paths::Two,
             fingerprints,
             state: Mutex::new(state),
             slots: Mutex::new(slots),
@@ -224,6 +231,13 @@ impl<M: Memory> Pages<M> {
             fork_waits: AtomicBool::new(false),
             room_changes: AtomicU32::new(0),
         }
+    }
+
+    /// Divides the work of faults by `paths`. Called before the first fault.
+    pub fn with_paths(mut self, paths: Paths) -> Self {
+        self.paths = paths;
+        self.state().streams = Streams::new(prefetch_of(paths, &self.sizes));
+        self
     }
 
     /// Locks the state. The holder makes no system call, so that other threads wait only briefly.

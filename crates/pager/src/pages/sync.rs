@@ -4,6 +4,7 @@
 //! a WRITE only if no position is blank, none is clean, and no page can be taken out clean.
 
 use crate::backing;
+use crate::config::Paths;
 use crate::memory::{Memory, Position, Stop};
 use crate::page_table::{Entry, PageId, State as PageState};
 use crate::pages::flight::Late;
@@ -61,7 +62,7 @@ impl<M: Memory> Pages<M> {
         loop {
             let seen = self.table.load(page);
             let attempt =
-                if self.needs_blank(seen, request) && !self.make_blank(hand, request.over_limit) {
+                if self.needs_blank(seen, request) && !self.make_room(hand, request.over_limit) {
                     Attempt::Refault
                 } else {
                     let Some(entry) = self.table.lock_or_wait(page) else {
@@ -110,6 +111,14 @@ impl<M: Memory> Pages<M> {
             }
             PageState::Resident | PageState::Shelved => false,
         }
+    }
+
+    /// Makes sure that this thread's hand has a blank position, as [`Pages::make_blank`] does.
+    fn make_room(&self, hand: &mut Hand, over_limit: bool) -> bool {
+        if self.paths == Paths::Linux && !over_limit {
+            self.reclaim_directly(hand);
+        }
+        self.make_blank(hand, over_limit)
     }
 
     /// Serves a fault on a page that the table has as resident. Either another fault has mapped the
@@ -243,7 +252,15 @@ impl<M: Memory> Pages<M> {
             return self.map_word(page, slot, word, position);
         }
         match self.post_demand(hand, page, slot, position) {
-            Some(flight) => self.wait_flight(hand, flight),
+            Some(flight) => {
+                if self.paths == Paths::Linux
+                    && let Some(plan) = plan
+                {
+                    self.prefetch(hand, plan);
+                    plan.issue = Default::default();
+                }
+                self.wait_flight(hand, flight);
+            }
             None => {
                 hand.blank = Some(position);
                 self.settle(page, entry);
@@ -425,10 +442,13 @@ impl<M: Memory> Pages<M> {
         }
     }
 
-    /// Starts the windows of a plan.
+    /// Starts the windows of a plan. The handler of [`Paths::Linux`] waits for them.
     fn prefetch(&self, hand: &mut Hand, plan: &Plan) {
         for window in plan.issue.iter().flatten() {
             self.post_window(hand, window);
+            if self.paths == Paths::Linux {
+                self.wait_flights(hand);
+            }
         }
     }
 

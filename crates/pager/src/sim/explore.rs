@@ -8,6 +8,7 @@
 use super::fiber::{self, Choice, Schedule};
 use super::program::{Order, Program};
 use super::world::{self, Setup};
+use crate::config::Paths;
 use crate::memory::model::Odds;
 use crate::pages::Sizes;
 use crate::policy::Name;
@@ -121,6 +122,7 @@ fn small() -> Setup {
         programs: vec![program(1, 0), program(-1, 3)],
         handlers: 1,
         inline: false,
+        paths: Paths::Two,
         odds: Odds::default(),
         copied_run: None,
         chunk_pages: 4,
@@ -139,10 +141,11 @@ fn small() -> Setup {
 fn every_order_of_a_small_world_keeps_contents() {
     let is_full = std::env::var_os("GRANARY_TEST_FULL").is_some_and(|value| value == "1");
     let (preemptions, max) = if is_full { (2, 400_000) } else { (1, 20_000) };
-    for inline in [false, true] {
-        let setup = Setup { inline, ..small() };
+    let worlds = [(false, Paths::Two), (true, Paths::Two), (true, Paths::Linux)];
+    for (inline, paths) in worlds {
+        let setup = Setup { inline, paths, ..small() };
         let orders = explore(&setup, preemptions, 400, max);
         assert!(orders > 100, "{orders} orders");
-        eprintln!("inline {inline}: {orders} orders");
+        eprintln!("inline {inline}, {}: {orders} orders", paths.name());
     }
 }

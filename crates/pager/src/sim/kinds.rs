@@ -3,6 +3,7 @@
 use super::program::{Order, Program};
 use super::random::Random;
 use super::world::Setup;
+use crate::config::Paths;
 use crate::memory::model::Odds;
 use crate::pages::Sizes;
 use crate::policy::Name;
@@ -78,11 +79,14 @@ pub(crate) fn setup(kind: Kind, seed: u64) -> Setup {
         pins: 0,
         inherits: false,
         policy: Name::default(),
+        paths: Paths::Two,
         alone: false,
         max_steps: 200_000,
     };
     // Every policy with as many seeds.
     setup.policy = Name::ALL[(seed % Name::ALL.len() as u64) as usize];
+    setup.paths =
+        Random::new(seed, 12).pick(&[Paths::Two, Paths::Two, Paths::Fastswap, Paths::Linux]);
     setup.alone = Random::new(seed, 11).once_in(8);
     let threads = random.within(1..=3);
     let operations = random.within(20..=100);

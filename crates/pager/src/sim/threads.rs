@@ -54,9 +54,9 @@ pub(crate) fn handler(world: &Rc<World>) {
                 }
             }
         }
-        if !world.setup.inline {
+        if !world.handler_reclaims() {
             world.pages.reap(&mut hand);
-            if world.pages.has_work() {
+            if world.worker_reclaims() && world.pages.has_work() {
                 wake_worker(world);
             }
         }
@@ -84,10 +84,13 @@ fn serve(world: &World, hand: &mut Hand, page: PageId, thread: u32, write: bool)
     }
     let pages = world.pages.fault(hand, &request);
     trace(|| format!("served {page:?}: {pages}"));
+    if world.waits_for_transfers() {
+        assert!(world.pages.state().flights.is_idle(), "{page:?} is served, transfers are left");
+    }
     if over_limit {
         world.over_limit.set(world.over_limit.get() - 1);
     }
-    if world.setup.inline {
+    if world.handler_reclaims() {
         world.pages.work(hand, pages + CATCH_UP_PAGES);
     }
 }
@@ -103,7 +106,7 @@ pub(crate) fn worker(world: &Rc<World>) {
         let seen = world.worker_wakes.get();
         world.pages.free_emptied();
         help_fork(world, &mut hand);
-        if !world.setup.inline {
+        if world.worker_reclaims() {
             while world.pages.work(&mut hand, BATCH_PAGES) && !world.forking.is_asked.get() {}
         }
         let is_idle = world.random.borrow_mut().once_in(2);

@@ -12,6 +12,7 @@ use super::rival;
 use super::threads;
 use super::transport::ModelTransport;
 use crate::backing::Backing;
+use crate::config::Paths;
 use crate::fingerprint::Fingerprints;
 use crate::fork::inheritance::Inheritance;
 use crate::memory::Position;
@@ -50,6 +51,7 @@ pub(crate) struct Setup {
     /// The process is a promoted child: some of its pages are in its parent's slots.
     pub inherits: bool,
     pub policy: Name,
+    pub paths: Paths,
     /// Each fault maps one page, as with a trace.
     pub alone: bool,
     pub max_steps: u32,
@@ -120,7 +122,8 @@ impl World {
         let policy = setup.policy.policy(sizes.limit, pages, random(4).bits());
         let policy = Counted::new(policy.expect("memory for the order of eviction"));
         let policy = AnyPolicy::Counted(Box::new(policy));
-        let logic = Pages::new(table, memory, backing, stats, sizes, prints, policy);
+        let logic = Pages::new(table, memory, backing, stats, sizes, prints, policy)
+            .with_paths(setup.paths);
         let logic = match setup.shared_units {
             Some(units) => logic.with_lease(rival::lease(units), rival::RESERVED_PAGES),
             None => logic,
@@ -174,6 +177,26 @@ impl World {
         }
         self.pages.slots().inherit(count);
         self.allowed.set(self.allowed.get().max(self.pages.present()));
+    }
+
+    /// Returns true if the handler works on pages after each fault.
+    pub(crate) fn handler_reclaims(&self) -> bool {
+        self.setup.inline && self.setup.paths != Paths::Linux
+    }
+
+    /// Returns true if the worker works on pages.
+    pub(crate) fn worker_reclaims(&self) -> bool {
+        !self.setup.inline && self.setup.paths != Paths::Linux
+    }
+
+    /// Returns true if no transfer may be left when a fault has been served: the only handler has
+    /// waited for all of them, and neither a fork, the end of a parent nor a smaller bound of the
+    /// process starts others.
+    pub(crate) fn waits_for_transfers(&self) -> bool {
+        let Setup { paths, handlers, programs, inherits, shared_units, .. } = &self.setup;
+        let forks = *inherits || programs.iter().any(|p| p.forks > 0);
+        let has_others = *handlers > 1 || forks || shared_units.is_some();
+        *paths == Paths::Linux && !has_others
     }
 
     /// Locks the protections as the pager's threads do.

@@ -16,10 +16,12 @@
 //!   context's last page.
 //! - `trend` finds the delta that most of the context's newest faults have.
 //! - `window` follows each planned window until its pages are used or wasted.
+//! - `cluster` plans aligned clusters instead of streams, as Linux does.
 //!
 //! Source: Leap (ATC 2020) for the trend. Leap keeps one history for a process. Here each thread
 //! has several, because a loop over three arrays has no majority in a single history.
 
+mod cluster;
 mod context;
 #[cfg(test)]
 mod machine;
@@ -32,6 +34,7 @@ mod window;
 
 use std::ops::Range;
 
+pub use cluster::CLUSTER_PAGES;
 pub use window::{Window, WindowId};
 
 use crate::page_table::PageId;
@@ -71,11 +74,13 @@ pub struct Settings {
     /// Number of threads with contexts. A further thread takes the contexts of the thread whose
     /// last fault is oldest.
     pub threads: u32,
+    /// Reads aligned clusters ahead, and follows no streams ([`cluster`]).
+    pub clusters: bool,
 }
 
 impl Default for Settings {
     fn default() -> Settings {
-        Settings { window_pages: WINDOW_PAGES, strides: false, threads: 16 }
+        Settings { window_pages: WINDOW_PAGES, strides: false, threads: 16, clusters: false }
     }
 }
 
@@ -219,6 +224,9 @@ impl Streams {
         let owner = self.windows.fault(fault.found, fault.page);
         if fault.advice == Advice::Random {
             return Plan::one();
+        }
+        if self.settings.clusters {
+            return self.cluster(fault);
         }
         let found = self.contexts.find(fault.thread, page, owner);
         let Some(at) = found.or_else(|| self.create(fault.thread)) else { return Plan::one() };

@@ -104,12 +104,13 @@ proptest! {
         steps in prop::collection::vec(step(), 1..60),
         window_pages in 0u32..70,
         strides: bool,
+        clusters: bool,
         threads in 0u32..6,
         local in 1usize..2000,
         shelf in 0usize..600,
         base in prop_oneof![Just(0), Just(u32::MAX - PAGES), Just(77_777)],
     ) {
-        let mut machine = Machine::new(Settings { window_pages, strides, threads }, PAGES);
+        let mut machine = Machine::new(Settings { window_pages, strides, threads, clusters }, PAGES);
         (machine.local, machine.shelf, machine.base) = (local, shelf, base);
         for step in steps {
             perform(&mut machine, step);
