@@ -11,7 +11,9 @@
 //!   tables and the summary of claims (results.rs), pictures (picture.rs)
 //! ```
 //!
-//! Each experiment is one function that is generic over the testbed: the same loops run under
+//! [`sams`] is a paper of its own kind: its programs run in processes, on several systems.
+//!
+//! Each other experiment is one function that is generic over the testbed: the same loops run under
 //! virtual time and on a clock. Simulated and measured numbers never share a table.
 
 pub mod barrier;
@@ -26,6 +28,7 @@ pub mod onesidedmw;
 pub mod picture;
 pub mod registration;
 pub mod results;
+pub mod sams;
 pub mod scalability;
 pub mod simulated;
 pub mod testbed;
