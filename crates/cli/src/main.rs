@@ -15,6 +15,7 @@ mod child;
 mod commands;
 mod corpus;
 mod file_descriptors;
+mod kernel_swap;
 mod log;
 mod memory;
 mod metrics_page;

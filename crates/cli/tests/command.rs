@@ -37,6 +37,10 @@ fn wrong_command_line_exits_with_2_and_a_reason() {
             &["bench", "paper", "onesidedmw", "--experiment", "x"],
             "must be one of allocation, access",
         ),
+        (&["bench", "paper", "sams", "--simulated-only"], "sams is measured only"),
+        (&["bench", "paper", "sams", "--memory", "1MiB"], "at least 8MiB"),
+        (&["bench", "paper", "finemem", "--memory", "8MiB"], "only the programs of sams"),
+        (&["run", "--local", "8MiB", "--paths", "x", "--", "true"], "expected linux, fastswap"),
     ] {
         let output = run(arguments);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", stderr(&output));
@@ -137,7 +141,13 @@ fn list_names_the_claims_of_every_experiment() {
     let output = run(&["bench", "paper", "--list"]);
     assert!(output.status.success(), "{}", stderr(&output));
     let text = String::from_utf8(output.stdout).unwrap();
-    for name in ["osmw.alloc.latency.1", "odrp.access.ratio.24", "patronus.bind", "scalability"] {
+    for name in [
+        "osmw.alloc.latency.1",
+        "odrp.access.ratio.24",
+        "patronus.bind",
+        "scalability",
+        "sams.cpu.linux",
+    ] {
         assert!(text.contains(name), "{name}: {text}");
     }
 }

@@ -16,8 +16,8 @@
 //! | `GRANARY_POLICY` | the pages that are evicted first (default `contest`): see [`crate::policy`] |
 //! | `GRANARY_FAULT_TIMES` | file that tells `granary run` how frequent faults are (`awake`) |
 //!
-//! `granary run` reads `GRANARY_PAGES`, `GRANARY_PATHS` and `GRANARY_POLICY` from its own environment
-//! ([`Config::read_choices`]).
+//! `granary run` reads `GRANARY_PAGES`, `GRANARY_PATHS` and `GRANARY_POLICY` from its own
+//! environment ([`Config::read_choices`]).
 //!
 //! Programs that a paged program starts inherit these variables and `LD_PRELOAD`. So they are paged
 //! too.

@@ -8,11 +8,14 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use bench::fault::Pattern;
 use bench::paged_fault::Memory;
+use bench::paper::sams::Program;
 use bench::pingpong::{NicContext, PeerInfo, Side, Task};
 use pool::{Address, NicService, Options};
 use serde::{Deserialize, Serialize};
 use units::Size;
 
+use super::bench::sams;
+use crate::kernel_swap::KernelSwap;
 use crate::worker_process::{next_task, send_ready, send_result};
 
 /// Run tasks of a benchmark in this process
@@ -39,6 +42,17 @@ pub enum Worker {
         #[arg(long)]
         memory: Size,
     },
+    /// Run a program of `bench paper sams`, and print its times
+    Sams {
+        /// Name of the program
+        #[arg(long)]
+        program: Program,
+        /// Amount of its data
+        #[arg(long)]
+        memory: Size,
+    },
+    /// Set up a memory limit with the kernel's swap until the standard input ends
+    Swap(KernelSwap),
 }
 
 /// Task of `bench alloc`: allocate and free for `duration`.
@@ -75,6 +89,8 @@ impl Worker {
             Self::Alloc { pool } => alloc(&pool),
             Self::Pingpong { socket, serve } => pingpong(socket.as_deref(), serve),
             Self::Fault { memory } => fault(memory),
+            Self::Sams { program, memory } => send_result(&sams::work(program, memory)?),
+            Self::Swap(swap) => swap.run(),
         }?;
         Ok(ExitCode::SUCCESS)
     }

@@ -110,7 +110,8 @@ proptest! {
         shelf in 0usize..600,
         base in prop_oneof![Just(0), Just(u32::MAX - PAGES), Just(77_777)],
     ) {
-        let mut machine = Machine::new(Settings { window_pages, strides, threads, clusters }, PAGES);
+        let settings = Settings { window_pages, strides, threads, clusters };
+        let mut machine = Machine::new(settings, PAGES);
         (machine.local, machine.shelf, machine.base) = (local, shelf, base);
         for step in steps {
             perform(&mut machine, step);

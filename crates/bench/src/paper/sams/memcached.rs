@@ -64,7 +64,10 @@ impl Server {
     fn line(&mut self) -> io::Result<&str> {
         self.line.clear();
         match self.input.read_line(&mut self.line)? {
-            0 => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "memcached has ended")),
+            0 => Err(io::Error::new(
+                io::ErrorKind::UnexpectedEof,
+                "memcached closed the connection: it has ended, or its read found no memory",
+            )),
             _ => Ok(&self.line),
         }
     }

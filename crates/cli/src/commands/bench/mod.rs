@@ -6,6 +6,7 @@ mod fault;
 mod paper;
 mod pingpong;
 mod policy;
+pub mod sams;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -37,7 +38,8 @@ Examples:
   granary bench pingpong --nic roce             messages between two processes
   granary bench fault --json                    page faults, results as JSON lines
   granary bench policy *.trace                  replacement policies on fault traces
-  granary bench paper finemem                   a paper's numbers beside ours";
+  granary bench paper finemem                   a paper's numbers beside ours
+  granary bench paper sams --quick              programs on several kinds of far memory";
 
 impl Bench {
     pub fn run(self) -> anyhow::Result<ExitCode> {

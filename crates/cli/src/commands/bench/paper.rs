@@ -9,15 +9,16 @@ use bench::paper::experiment::{self, Experiment};
 use bench::paper::results::{ClaimSummary, Results};
 use bench::paper::simulated::SimulatedCluster;
 use bench::paper::testbed::{Machine, Node, Testbed};
-use bench::paper::{Extent, Run, finemem, onesidedmw};
+use bench::paper::{Extent, Run, finemem, onesidedmw, sams as sams_paper};
 use bench_report::claims::Claims;
 use bench_report::record::Record;
 use bench_report::report::Report;
 use bench_report::table::{Cell, Table};
 use clap::ValueEnum as _;
 use pool::{Options, Pool, Settings};
+use units::Size;
 
-use super::{BenchOutput, say_pictures};
+use super::{BenchOutput, sams, say_pictures};
 use crate::UsageError;
 use crate::node::NodeProcess;
 
@@ -39,6 +40,10 @@ use crate::node::NodeProcess;
 /// A summary after the simulated tables counts the predicted claims that are within 10% and 20% of
 /// the paper, with a note on each claim that is off by more than 10%. The parameters and their
 /// sources: docs/internals/simulator.md.
+///
+/// The paper sams has one experiment, which is measured only: Linpack, quicksort, memcached,
+/// k-means and STREAM with 100 to 25% of their memory local, on the kernel's swap (zram and a file,
+/// which need root) and with granary run --paths linux, fastswap and two.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Paper {
@@ -70,6 +75,10 @@ pub struct Paper {
     #[arg(long, default_value_t = 1)]
     seed: u64,
 
+    /// Data of each program of sams; Linpack has an eighth [default: 512MiB, with --quick 64MiB]
+    #[arg(long, value_name = "SIZE")]
+    memory: Option<Size>,
+
     #[command(flatten)]
     output: BenchOutput<()>,
 }
@@ -81,13 +90,17 @@ enum PaperName {
     Onesidedmw,
     /// FineMem (OSDI'25): allocation by the compute nodes with one-sided operations
     Finemem,
+    /// SAMS: programs on far memory, by the paths of a page fault
+    Sams,
 }
 
 impl PaperName {
-    fn paper(self) -> &'static experiment::Paper {
+    /// The paper. `None` if its programs run in processes ([`sams`]).
+    fn paper(self) -> Option<&'static experiment::Paper> {
         match self {
-            Self::Onesidedmw => &onesidedmw::PAPER,
-            Self::Finemem => &finemem::PAPER,
+            Self::Onesidedmw => Some(&onesidedmw::PAPER),
+            Self::Finemem => Some(&finemem::PAPER),
+            Self::Sams => None,
         }
     }
 }
@@ -100,6 +113,7 @@ Examples:
   granary bench paper onesidedmw --real-only --out results
   granary bench paper onesidedmw --simulated-only --json > onesidedmw.jsonl
   granary bench paper finemem --quick
+  granary bench paper sams --quick
 
 The directory of the pictures also receives the records, one JSON object per line:
 paper-onesidedmw-simulated.jsonl and paper-onesidedmw-measured.jsonl.";
@@ -128,7 +142,12 @@ impl Paper {
         if self.list {
             return self.print_list();
         }
-        let paper = self.paper.expect("clap requires a paper without --list").paper();
+        let name = self.paper.expect("clap requires a paper without --list");
+        let Some(paper) = name.paper() else { return self.run_sams() };
+        if self.memory.is_some() {
+            let why = "--memory: only the programs of sams have a size".into();
+            return Err(UsageError(why, "bench paper").into());
+        }
         self.experiments(paper)?;
         // Only measurements on this machine need the warning about its load.
         let mut report =
@@ -156,6 +175,20 @@ impl Paper {
             report.say(format_args!("\n{}", paper.measured))?;
         }
         Ok(ExitCode::SUCCESS)
+    }
+
+    fn run_sams(&self) -> anyhow::Result<ExitCode> {
+        let refuse = |why: &str| Err(UsageError(why.to_owned(), "bench paper").into());
+        if self.simulated_only {
+            return refuse("--simulated-only: sams is measured only");
+        }
+        if self.experiment.iter().any(|name| name != sams_paper::NAME) {
+            return refuse("--experiment: the only experiment of sams is sams");
+        }
+        if self.memory.is_some_and(|memory| memory.bytes() < sams::MEMORY_MIN) {
+            return refuse("--memory: must be at least 8MiB");
+        }
+        sams::run(self.quick, self.memory, &self.output)
     }
 
     /// The experiments that `--experiment` selects; all of them without it.
@@ -228,12 +261,18 @@ impl Paper {
             )
             .into());
         }
-        let papers = match self.paper {
-            Some(name) => vec![name.paper()],
-            None => PaperName::value_variants().iter().map(|name| name.paper()).collect(),
+        let names = match &self.paper {
+            Some(name) => std::slice::from_ref(name),
+            None => PaperName::value_variants(),
         };
         let mut report = self.output.report();
-        for paper in papers {
+        for name in names {
+            let Some(paper) = name.paper() else {
+                let mut table = claims_table();
+                add_claims(&mut table, sams_paper::NAME, &sams_paper::CLAIMS);
+                report.table(&format!("{}: {}", sams_paper::NAME, sams_paper::TITLE), &table)?;
+                continue;
+            };
             let title = format!("{}: {}", paper.name, paper.title);
             report.table(&title, &claims_of(&self.experiments(paper)?))?;
         }
@@ -243,27 +282,33 @@ impl Paper {
 
 /// Table of experiments and the claims that each covers.
 fn claims_of(experiments: &[&Experiment]) -> Table {
-    let mut table = Table::new(["experiment", "claim", "paper", "unit", "setting"]);
+    let mut table = claims_table();
     for experiment in experiments {
-        let name = || Cell::text(experiment.name);
         if experiment.claims.is_empty() {
             let title = Cell::text(experiment.title);
-            table.row([name(), Cell::None, Cell::None, Cell::None, title]);
+            table.row([Cell::text(experiment.name), Cell::None, Cell::None, Cell::None, title]);
         }
-        for id in experiment.claims {
-            let claim = Claims::builtin().get(id).expect("experiments name existing claims");
-            let setting = format!("{} {}: {}", claim.paper, claim.section, claim.setting);
-            let number = Cell::number(claim.value);
-            table.row([
-                name(),
-                Cell::text(*id),
-                number,
-                Cell::text(&claim.unit),
-                Cell::text(setting),
-            ]);
-        }
+        add_claims(&mut table, experiment.name, experiment.claims);
     }
     table
+}
+
+fn claims_table() -> Table {
+    Table::new(["experiment", "claim", "paper", "unit", "setting"])
+}
+
+fn add_claims(table: &mut Table, experiment: &str, ids: &[&str]) {
+    for id in ids {
+        let claim = Claims::builtin().get(id).expect("experiments name existing claims");
+        let setting = format!("{} {}: {}", claim.paper, claim.section, claim.setting);
+        table.row([
+            Cell::text(experiment),
+            Cell::text(*id),
+            Cell::number(claim.value),
+            Cell::text(&claim.unit),
+            Cell::text(setting),
+        ]);
+    }
 }
 
 /// A memory node in a separate process, reached over shared memory.
