@@ -136,37 +136,39 @@ mod tests {
     use super::*;
     use std::os::unix::net::UnixListener;
 
-    /// Answers like memcached, but with one wrong value if `damaged`.
-    fn serve(socket: UnixListener, damaged: bool) {
-        let (stream, _) = socket.accept().unwrap();
-        let (mut input, mut output) = (BufReader::new(stream.try_clone().unwrap()), stream);
+    /// Answers like memcached, but with wrong values if `damaged`. The client may
+    /// close the connection at any time.
+    fn serve(socket: &UnixListener, damaged: bool) -> io::Result<()> {
+        let (stream, _) = socket.accept()?;
+        let (mut input, mut output) = (BufReader::new(stream.try_clone()?), stream);
         let mut values = std::collections::BTreeMap::new();
         let mut line = String::new();
-        while input.read_line(&mut line).is_ok_and(|bytes| bytes > 0) {
+        while input.read_line(&mut line)? > 0 {
             let words: Vec<&str> = line.split_ascii_whitespace().collect();
             match words[0] {
                 "set" => {
                     let mut bytes = vec![0; VALUE_BYTES + 2];
-                    input.read_exact(&mut bytes).unwrap();
+                    input.read_exact(&mut bytes)?;
                     bytes[9] ^= u8::from(damaged);
                     values.insert(words[1].to_owned(), bytes);
                 }
                 "get" => {
                     for key in &words[1..] {
-                        write!(output, "VALUE {key} 0 {VALUE_BYTES}\r\n").unwrap();
-                        output.write_all(&values[*key]).unwrap();
+                        write!(output, "VALUE {key} 0 {VALUE_BYTES}\r\n")?;
+                        output.write_all(&values[*key])?;
                     }
-                    output.write_all(b"END\r\n").unwrap();
+                    output.write_all(b"END\r\n")?;
                 }
-                "version" => output.write_all(b"VERSION 1.6\r\n").unwrap(),
+                "version" => output.write_all(b"VERSION 1.6\r\n")?,
                 "stats" => {
                     let stats = "STAT pid 1\r\nSTAT rusage_user 1.5\r\nSTAT rusage_system 0.25\r\n";
-                    write!(output, "{stats}END\r\n").unwrap();
+                    write!(output, "{stats}END\r\n")?;
                 }
                 other => panic!("{other}"),
             }
             line.clear();
         }
+        Ok(())
     }
 
     fn run_against(damaged: bool) -> io::Result<Measured> {
@@ -174,7 +176,7 @@ mod tests {
         let path = directory.path().join("socket");
         let listener = UnixListener::bind(&path).unwrap();
         std::thread::scope(|scope| {
-            scope.spawn(|| serve(listener, damaged));
+            scope.spawn(|| serve(&listener, damaged));
             run(&path, 100 * ITEM_BYTES)
         })
     }
