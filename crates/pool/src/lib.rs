@@ -38,6 +38,7 @@ mod address;
 pub mod client;
 mod cpu;
 pub mod edge;
+pub mod join;
 pub mod metrics;
 mod multi;
 pub mod nic;

@@ -20,8 +20,12 @@ use parking_lot::{Mutex, RwLock};
 use verbs::executor::block_on;
 use verbs::{Nic, Status};
 
+use crate::join::join;
 use crate::{DefaultNic, Error, Pool};
 use scheme::Grant;
+
+/// Requests of one thread in flight at a time. As many as a management QP has credits by default.
+const IN_FLIGHT: usize = 16;
 
 /// Maximum age of the cached amount of free memory.
 const FRESH: Duration = Duration::from_millis(500);
@@ -86,6 +90,8 @@ struct Node<N: Nic> {
     silent: AtomicU64,
     /// Estimated number of free bytes.
     free: AtomicI64,
+    /// Bytes of all chunks, free or not; 0 before the first query.
+    all: AtomicU64,
     /// Time of the last query of the free bytes, in nanoseconds since `started`; `query_lock` is
     /// held during a query.
     queried_at: AtomicU64,
@@ -120,6 +126,7 @@ impl<N: Nic> MultiPool<N> {
             gone: AtomicBool::new(false),
             silent: AtomicU64::new(0),
             free: AtomicI64::new(0),
+            all: AtomicU64::new(0),
             queried_at: AtomicU64::new(0),
             query_lock: Mutex::new(()),
         };
@@ -175,6 +182,19 @@ impl<N: Nic> MultiPool<N> {
     /// The connection to a memory node, for accesses. Panics if there is no such node.
     pub fn node(&self, index: NodeIndex) -> Pool<N> {
         self.nodes[index.0 as usize].pool.read().clone()
+    }
+
+    /// Returns the percentage of all memory nodes' chunks that is allocated, by all clients. Asks
+    /// the memory nodes unless the last answers are recent. 0 if no memory node answers.
+    pub fn used_percent(&self) -> u8 {
+        let (mut free, mut all) = (0u64, 0u64);
+        for (index, node) in (0..).map(NodeIndex).zip(&self.nodes) {
+            self.refresh_free_bytes(index);
+            free += node.free.load(Ordering::Relaxed).max(0) as u64;
+            all += node.all.load(Ordering::Relaxed);
+        }
+        let used = all.saturating_sub(free);
+        (used * 100).checked_div(all).unwrap_or(0) as u8
     }
 
     /// Reports a failed access to a memory node, for callers that access it through
@@ -277,6 +297,36 @@ impl<N: Nic> MultiPool<N> {
         block_on(self.allocate())
     }
 
+    /// Allocates up to `count` chunks, with several requests in flight at a time. Returns fewer if
+    /// a request fails.
+    ///
+    /// # Errors
+    /// As [`MultiPool::allocate`], if no chunk was allocated.
+    pub fn allocate_many_blocking(&self, count: usize) -> Result<Vec<PlacedGrant>, Error> {
+        let requests = (0..count).map(|_| self.allocate());
+        let mut error = None;
+        let mut granted = Vec::with_capacity(count);
+        for result in block_on(join(requests, IN_FLIGHT)) {
+            match result {
+                Ok(grant) => granted.push(grant),
+                Err(why) => error = error.or(Some(why)),
+            }
+        }
+        match error {
+            Some(error) if granted.is_empty() => Err(error),
+            _ => Ok(granted),
+        }
+    }
+
+    /// Frees blocks, like [`MultiPool::free`], with several requests in flight at a time.
+    ///
+    /// # Errors
+    /// One for each request that failed.
+    pub fn free_many_blocking(&self, placed: &[PlacedGrant]) -> Vec<Error> {
+        let requests = placed.iter().map(|placed| self.free(*placed));
+        block_on(join(requests, IN_FLIGHT)).into_iter().filter_map(Result::err).collect()
+    }
+
     /// [`MultiPool::allocate_bytes`], blocking.
     pub fn allocate_bytes_blocking(&self, bytes: u64) -> Result<PlacedGrant, Error> {
         block_on(self.allocate_bytes(bytes))
@@ -372,6 +422,8 @@ impl<N: Nic> MultiPool<N> {
             Ok(status) => {
                 let free = status.node.free * status.node.chunk_bytes;
                 node.free.store(free as i64, Ordering::Relaxed);
+                let all = status.node.chunks * status.node.chunk_bytes;
+                node.all.store(all, Ordering::Relaxed);
                 node.queried_at.store(now.as_nanos().max(1) as u64, Ordering::Relaxed);
             }
             Err(e) => self.failed(index, &e),
