@@ -110,15 +110,20 @@ impl Site {
 
     /// Waits until the pager has written this many pages of the program to the memory node.
     pub fn wait_for_pages_out(&self, running: &Running, pages: u64) {
-        let pages_out = || {
+        self.wait_for_counters(running, |summary| summary.get(Counter::PagesOut) >= pages);
+    }
+
+    /// Waits until `is_true` holds for the counters of a running program. Fails if the program ends
+    /// before.
+    pub fn wait_for_counters(&self, running: &Running, is_true: impl Fn(&Summary) -> bool) {
+        let holds = || {
             let children = children(running);
             let directory = children.iter().find_map(|&child| counters_of(child))?;
-            let summary = Summary::read(&directory).ok()?;
-            Some(summary.get(Counter::PagesOut))
+            Some(is_true(&Summary::read(&directory).ok()?))
         };
-        while pages_out().unwrap_or(0) < pages {
+        while holds() != Some(true) {
             let ended = running.ends_within(Duration::from_millis(2));
-            assert!(!ended, "the program ended before {pages} of its pages were written out");
+            assert!(!ended, "the program ended before its counters had the expected values");
         }
     }
 

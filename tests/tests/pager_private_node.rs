@@ -7,8 +7,10 @@
 use std::os::unix::process::CommandExt;
 
 use granary_tests::needs;
-use granary_tests::pager::{Running, assert_same, plain};
+use granary_tests::pager::{Outcome, Running, assert_same, plain};
 use granary_tests::run::{NodeKind, Paged, Site};
+use pager::stats::Counter;
+use scheme::info::AccessKind;
 
 const MIB: u64 = 1 << 20;
 const PYTHON: &str = "/usr/bin/python3";
@@ -78,11 +80,57 @@ fn process_copies_its_pages_unless_the_nic_is_chosen() {
 
 #[test]
 fn schemes_work_with_a_private_node() {
-    let schemes = ["finemem", "rpc-mw-2", "fine-mr", "static-mr", "ondemand-rpc", "rpc-mw-1"];
-    for scheme in schemes {
-        let paged = run(&format!("private-{scheme}"), &["--scheme", scheme], PAGES);
-        assert_eq!(moves(&paged), ("direct", 1), "{scheme}");
+    for scheme in schemes::ALL {
+        let name = scheme.name;
+        let paged = run(&format!("private-{name}"), &["--scheme", name], PAGES);
+        let moved = match scheme.access {
+            AccessKind::OneSided => ("direct", 1),
+            _ => ("nic", 0),
+        };
+        assert_eq!(moves(&paged), moved, "{name}");
     }
+}
+
+/// As in FineMem-Swap (FineMem §5), a chunk is a page.
+#[test]
+fn chunks_of_one_page_work_with_a_private_node() {
+    for scheme in ["onesidedmw", "finemem"] {
+        let options = ["--scheme", scheme, "--chunk", "4KiB", "--private-node", "nic"];
+        let paged = run(&format!("private-pages-{scheme}"), &options, PAGES);
+        assert!(paged.count("chunks_peak") > 3000, "{scheme}: {}", paged.stats);
+    }
+}
+
+/// Fills 64 MiB, frees 7 of 8 pages, waits for the end of its input, and checks the other pages.
+const HOLES: &str = "
+import mmap, sys
+PAGES = 16384
+memory = mmap.mmap(-1, PAGES * 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def number(page): return (page * 7919 + 1).to_bytes(8, 'little')
+for page in range(PAGES): memory[page * 4096:page * 4096 + 8] = number(page)
+for page in range(PAGES):
+    if page % 8: memory.madvise(mmap.MADV_DONTNEED, page * 4096, 4096)
+sys.stdin.read()
+for page in range(PAGES):
+    expected = bytes(8) if page % 8 else number(page)
+    assert memory[page * 4096:page * 4096 + 8] == expected, page
+print('right', flush=True)
+";
+
+#[test]
+fn sparse_chunks_return_to_the_pool_with_trim() {
+    let site = Site::new(NodeKind::Private, "private-trim", 4 * MIB, "1GiB")
+        .with_options(&["--trim", "--chunk", "64KiB"]);
+    let mut running =
+        Running::start(site.command(PYTHON, &["-c", HOLES]).stdin(std::process::Stdio::piped()));
+    site.wait_for_counters(&running, |summary| {
+        let [live, held] = [Counter::LiveBytes, Counter::HeldBytes].map(|c| summary.get(c));
+        summary.get(Counter::PagesCompacted) > 0 && held < 16 * MIB && 10 * held <= 11 * live
+    });
+    drop(running.input());
+    let paged = site.finish(running);
+    let Outcome { code, stdout, .. } = &paged.outcome;
+    assert_eq!((*code, &stdout[..]), (0, &b"right\n"[..]), "{:?}", paged.outcome);
 }
 
 #[test]

@@ -7,11 +7,13 @@ use std::time::Duration;
 
 use bench_report::progress::Progress;
 use bench_report::report::Report;
-use pool::{Address, Remote, Settings};
+use pool::{Address, Remote, Scheme, Settings};
 use units::Size;
 
 use crate::UsageError;
 
+/// Size of a chunk in schemes with several sizes, in bytes.
+const CHUNK_BYTES_DEFAULT: u64 = 1 << 20;
 /// Allowed chunk sizes in bytes.
 const CHUNK_BYTES: std::ops::RangeInclusive<u64> = 512..=1 << 30;
 
@@ -177,16 +179,21 @@ pub struct Donation {
     #[arg(long, value_name = "SIZE", default_value = "1GiB")]
     pub memory: Size,
 
-    /// Size of a chunk: a power of two from 512 bytes to 1GiB
-    #[arg(long, value_name = "SIZE", default_value = "1MiB")]
-    pub chunk: Size,
+    /// Size of a chunk: a power of two from 512 bytes to 1GiB [default: 1MiB; in scheme odrp 4KiB,
+    /// its only size]
+    #[arg(long, value_name = "SIZE")]
+    pub chunk: Option<Size>,
 }
 
 impl Donation {
-    /// Settings of a memory node with this donation.
-    pub fn settings(&self) -> Settings {
-        let (donate_bytes, chunk_bytes) = (self.memory.bytes(), self.chunk.bytes());
-        Settings { donate_bytes, chunk_bytes, ..Settings::default() }
+    /// Settings of a memory node with this donation and a scheme.
+    pub fn settings(&self, scheme: Scheme) -> Settings {
+        let (donate_bytes, chunk_bytes) = (self.memory.bytes(), self.chunk(scheme).bytes());
+        Settings { donate_bytes, chunk_bytes, scheme, ..Settings::default() }
+    }
+
+    fn chunk(&self, scheme: Scheme) -> Size {
+        self.chunk.unwrap_or(Size(scheme.chunk_bytes.unwrap_or(CHUNK_BYTES_DEFAULT)))
     }
 
     /// Checks the two sizes against each other.
@@ -194,17 +201,17 @@ impl Donation {
     /// # Errors
     /// [`UsageError`] if the chunk size is not allowed, or if the memory is not a whole number of
     /// chunks.
-    pub fn check(&self, command: &'static str) -> Result<(), UsageError> {
-        let (memory, chunk) = (self.memory.bytes(), self.chunk.bytes());
+    pub fn check(&self, scheme: Scheme, command: &'static str) -> Result<(), UsageError> {
+        let size = self.chunk(scheme);
+        let (memory, chunk) = (self.memory.bytes(), size.bytes());
         if !chunk.is_power_of_two() || !CHUNK_BYTES.contains(&chunk) {
-            let text = format!("--chunk {}: must be a power of two from 512 to 1GiB", self.chunk);
+            let text = format!("--chunk {size}: must be a power of two from 512 to 1GiB");
             return Err(UsageError(text, command));
         }
         if memory < chunk || !memory.is_multiple_of(chunk) {
             let text = format!(
-                "--memory {}: not a multiple of the chunk size {}; use e.g. {}",
+                "--memory {}: not a multiple of the chunk size {size}; use e.g. {}",
                 self.memory,
-                self.chunk,
                 Size(memory.div_ceil(chunk).max(1).saturating_mul(chunk)),
             );
             return Err(UsageError(text, command));
@@ -229,6 +236,7 @@ pub fn seconds(text: &str) -> Result<Duration, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pool::schemes;
 
     #[test]
     fn pool_addresses_parse_print_and_take_tokens() {
@@ -255,11 +263,15 @@ mod tests {
     #[test]
     fn donation_is_checked_against_the_chunk_size() {
         let check = |memory: &str, chunk: &str| {
-            Donation { memory: memory.parse().unwrap(), chunk: chunk.parse().unwrap() }
-                .check("serve")
+            Donation { memory: memory.parse().unwrap(), chunk: chunk.parse().ok() }
+                .check(schemes::ONESIDEDMW, "serve")
                 .map_err(|error| error.to_string())
         };
         assert_eq!(check("1GiB", "512"), Ok(()));
+        let default = Donation { memory: "8KiB".parse().unwrap(), chunk: None };
+        assert_eq!(default.settings(schemes::ODRP).chunk_bytes, 4096);
+        assert_eq!(default.check(schemes::ODRP, "run"), Ok(()));
+        assert!(default.check(schemes::ONESIDEDMW, "run").is_err(), "1 MiB does not fit");
         assert_eq!(check("1GiB", "1GiB"), Ok(()));
         for (memory, chunk, why) in [
             ("1GiB", "256", "must be a power of two"),

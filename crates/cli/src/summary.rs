@@ -85,6 +85,11 @@ pub struct RunSummary {
     pub chunks_peak: u64,
     /// Peak number of bytes in the pool.
     pub remote_peak_bytes: u64,
+    /// Bytes of the pages in chunks, divided by the bytes of the chunks, at the last sample of each
+    /// process; `None` without chunks.
+    pub utilization: Option<f64>,
+    /// Pages that compaction moved to another chunk.
+    pub pages_compacted: u64,
     /// Peak number of bytes in the overflow file, which takes pages when the pool is full.
     pub overflow_peak_bytes: u64,
     /// Peak resident memory that the pager does not page, summed over all processes.
@@ -159,6 +164,8 @@ impl RunSummary {
             pages_copied_because: paged.why_copying().map(Into::into),
             chunks_peak: counted(Counter::PoolChunksPeak),
             remote_peak_bytes: paged.remote_bytes_peak(),
+            utilization: paged.utilization(),
+            pages_compacted: counted(Counter::PagesCompacted),
             overflow_peak_bytes: counted(Counter::OverflowChunksPeak)
                 * counted(Counter::ChunkBytes),
             unpaged_peak_bytes: counted(Counter::UnpagedBytesPeak),

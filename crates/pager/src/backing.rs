@@ -7,6 +7,8 @@
 use std::path::PathBuf;
 use std::sync::{MutexGuard, OnceLock};
 
+use smallvec::SmallVec;
+
 use crate::config::{EXIT_PAGER, EXIT_POOL_GONE};
 use crate::descriptor;
 use crate::fork::inheritance::Inheritance;
@@ -135,8 +137,8 @@ impl Backing {
         ticket.wait().unwrap_or_else(|error| self.pool_lost(&error));
     }
 
-    /// Allocates `count` slots and appends them to `slots`. `lock` locks the set of slots; a chunk
-    /// is allocated while the set is not locked.
+    /// Allocates `count` slots and appends them to `slots`. `lock` locks the set of slots. Chunks
+    /// are allocated while the set is not locked, all at a time that the missing slots need.
     pub fn allocate_slots<'a>(
         &self,
         lock: impl Fn() -> MutexGuard<'a, Slots>,
@@ -156,32 +158,46 @@ impl Backing {
             }
             let wants_pool = set.wants_pool();
             drop(set);
-            let chunk = wants_pool.then(|| self.transport.allocate_chunk());
-            // At least one slot is taken from the new chunk before the lock is released. Otherwise
-            // the chunk could stay without a used slot, and would never be freed.
+            let chunk_pages = self.chunk_bytes() / PAGE_BYTES;
+            let missing = (wanted - slots.len()).div_ceil(chunk_pages);
+            let mut chunks = Vec::new();
+            let allocated =
+                wants_pool.then(|| self.transport.allocate_chunks(missing, &mut chunks));
+            // Slots are taken from each new chunk before the lock is released. Otherwise a chunk
+            // could stay without a used slot, and would never be freed.
             set = lock();
-            match chunk {
-                Some(Ok(handle)) => set.add_pool_chunk(handle),
+            match allocated {
+                Some(Ok(())) => {}
                 Some(Err(TransportError::Full)) => set.note_full(),
                 Some(Err(gone)) => self.pool_lost(&gone),
                 None => set.add_overflow_chunk(),
             }
-        }
-    }
-
-    /// Frees a chunk. Called only by the pager's threads.
-    pub fn free_location(&self, location: ChunkLocation) {
-        match location {
-            ChunkLocation::Pool(chunk) => self.free_chunk(chunk),
-            ChunkLocation::Overflow(stretch) => {
-                let bytes = self.chunk_bytes() as u64;
-                self.overflow().punch(u64::from(stretch) * bytes, bytes);
+            for chunk in chunks {
+                set.add_pool_chunk(chunk);
+                let taken = std::iter::from_fn(|| set.allocate_open());
+                slots.extend(taken.take(chunk_pages.min(wanted - slots.len())));
             }
         }
     }
 
-    fn free_chunk(&self, chunk: ChunkHandle) {
-        if let Err(error) = self.transport.free_chunk(chunk) {
+    /// Returns the percentage of the pool that is allocated, 0 if it is unknown.
+    pub fn used_percent(&self) -> u8 {
+        self.transport.used_percent()
+    }
+
+    /// Frees chunks. Called only by the pager's threads.
+    pub fn free_locations(&self, locations: &[ChunkLocation]) {
+        let mut chunks = SmallVec::<[ChunkHandle; FREES_MAX]>::new();
+        for location in locations {
+            match *location {
+                ChunkLocation::Pool(chunk) => chunks.push(chunk),
+                ChunkLocation::Overflow(stretch) => {
+                    let bytes = self.chunk_bytes() as u64;
+                    self.overflow().punch(u64::from(stretch) * bytes, bytes);
+                }
+            }
+        }
+        if let Err(error) = self.transport.free_chunks(&chunks) {
             self.pool_lost(&error);
         }
     }
@@ -282,6 +298,9 @@ pub unsafe fn fill(page: *mut u8, word: u64) {
         unsafe { page.cast::<u64>().add(at).write(word) };
     }
 }
+
+/// Maximum number of chunks that are freed together.
+pub const FREES_MAX: usize = 64;
 
 /// Maximum number of transfers in one post.
 const IOS_MAX: usize = 64;

@@ -159,7 +159,7 @@ fn transfers_move_the_right_bytes(backing: &Backing, steps: &[(u8, u16, u8)]) {
     for (slot, _) in idle {
         let emptied = slots.lock().expect("no panic").free(slot);
         if let Some(Emptied(location)) = emptied {
-            backing.free_location(location);
+            backing.free_locations(&[location]);
         }
     }
     assert_eq!(slots.lock().expect("no panic").held(), (0, 0));
@@ -263,7 +263,7 @@ fn threads_that_allocate_at_once_leak_no_chunk() {
         for slot in all {
             let emptied = slots.lock().expect("no panic").free(slot);
             if let Some(Emptied(location)) = emptied {
-                embedded.free_location(location);
+                embedded.free_locations(&[location]);
                 if let ChunkLocation::Overflow(stretch) = location {
                     slots.lock().expect("no panic").note_freed(stretch);
                 }

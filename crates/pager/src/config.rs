@@ -14,6 +14,7 @@
 //! | `GRANARY_PAGES` | `auto`, `move` or `copy`: see [`Pages`] |
 //! | `GRANARY_PATHS` | `two`, `fastswap` or `linux`: see [`Paths`] |
 //! | `GRANARY_POLICY` | the pages that are evicted first (default `contest`): see [`crate::policy`] |
+//! | `GRANARY_TRIM` | `1`: sparse chunks are compacted at any time, and not only in a full pool |
 //! | `GRANARY_FAULT_TIMES` | file that tells `granary run` how frequent faults are (`awake`) |
 //!
 //! `granary run` reads `GRANARY_PAGES`, `GRANARY_PATHS` and `GRANARY_POLICY` from its own
@@ -38,6 +39,7 @@ const FAULT_TIMES: &str = "GRANARY_FAULT_TIMES";
 const PAGES: &str = "GRANARY_PAGES";
 const PATHS: &str = "GRANARY_PATHS";
 const POLICY: &str = "GRANARY_POLICY";
+const TRIM: &str = "GRANARY_TRIM";
 
 /// Exit status of a program whose pages are lost because the pool is gone.
 pub const EXIT_POOL_GONE: i32 = 117;
@@ -137,6 +139,8 @@ pub struct Config {
     pub pages: Pages,
     /// The division of a fault's work.
     pub paths: Paths,
+    /// Sparse chunks are compacted at any time, and not only in a pool that is nearly full.
+    pub trim: bool,
     /// File in which the process records when its last fault was.
     pub fault_times: Option<PathBuf>,
     /// Which resident pages are evicted first.
@@ -158,6 +162,7 @@ impl Config {
             allow_unpaged: false,
             pages: Pages::Auto,
             paths: Paths::Two,
+            trim: false,
             fault_times: None,
             policy: Name::default(),
         }
@@ -191,6 +196,7 @@ impl Config {
         if let Some(directory) = get("GRANARY_OVERFLOW_DIR") {
             config.overflow_directory = directory.into();
         }
+        config.trim = get(TRIM).as_deref() == Some("1");
         config.allow_unpaged = get("GRANARY_ALLOW_UNPAGED").is_some_and(|value| value == "1");
         config.read_choices(get)?;
         config.check()?;
@@ -247,6 +253,9 @@ impl Config {
         }
         if self.allow_unpaged {
             variables.push(("GRANARY_ALLOW_UNPAGED", "1".into()));
+        }
+        if self.trim {
+            variables.push((TRIM, "1".into()));
         }
         if let Some(trace) = &self.trace {
             variables.push(("GRANARY_TRACE", trace.clone().into()));
@@ -311,6 +320,7 @@ mod tests {
         config.allow_unpaged = true;
         config.pages = Pages::Copy;
         config.paths = Paths::Fastswap;
+        config.trim = true;
         config.fault_times = Some("/proc/1/fd/9".into());
         config.policy = Name::Random;
         let variables = config.to_environment();

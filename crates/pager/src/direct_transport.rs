@@ -76,8 +76,24 @@ impl Transport for DirectTransport {
         self.pool.allocate_chunk()
     }
 
+    fn allocate_chunks(
+        &self,
+        count: usize,
+        chunks: &mut Vec<ChunkHandle>,
+    ) -> Result<(), TransportError> {
+        self.pool.allocate_chunks(count, chunks)
+    }
+
+    fn used_percent(&self) -> u8 {
+        self.pool.used_percent()
+    }
+
     fn free_chunk(&self, chunk: ChunkHandle) -> Result<(), TransportError> {
         self.pool.free_chunk(chunk)
+    }
+
+    fn free_chunks(&self, chunks: &[ChunkHandle]) -> Result<(), TransportError> {
+        self.pool.free_chunks(chunks)
     }
 
     /// Moves the pages at once.

@@ -38,6 +38,7 @@
 pub mod advice;
 mod awake;
 pub mod backing;
+mod compactor;
 pub mod config;
 pub mod descriptor;
 mod direct_transport;

@@ -89,6 +89,10 @@ rows! {
     ProcessesCopyingAfterTest: gauge("pager_processes_copying_test", "Processes whose pages are \
                                                                       copied because the \
                                                                       self-test failed."),
+    LiveBytes: bytes(gauge("pager_live", "Length of the pages that have a slot.")),
+    HeldBytes: bytes(gauge("pager_held", "Length of the chunks held, also in the overflow file.")),
+    PagesCompacted: counter("pager_pages_compacted", "Pages that compaction moved to another \
+                                                      chunk."),
 }
 
 /// The declarations of all metrics of paged processes.

@@ -137,7 +137,7 @@ impl std::fmt::Debug for Entry {
 }
 
 /// Pages per byte of the map of touched blocks: the entries in one page of the table.
-const BLOCK_PAGES: usize = PAGE_BYTES / 8;
+pub const BLOCK_PAGES: usize = PAGE_BYTES / 8;
 
 /// The page table.
 pub struct PageTable {

@@ -17,6 +17,7 @@
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
+use pool::scheme::info::AccessKind;
 use pool::{
     Address, Batch, Buffer, DefaultNic, Lane as PoolLane, MultiPool, NodeIndex, Options,
     PlacedGrant, Placement, Pool, Transfer,
@@ -30,6 +31,8 @@ use crate::transport::{
     ChunkHandle, Direction, FrameMemory, InFlight, Lane, PageIo, Ticket, Transport, TransportError,
     TransportStats,
 };
+
+mod by_requests;
 
 /// Longest time that a process waits for a free client entry at a memory node that is full, and the
 /// time between two attempts.
@@ -47,6 +50,8 @@ pub struct PoolTransport<N: Nic> {
     nodes: Arc<Nodes<N>>,
     frames: u32,
     chunks: RwLock<Chunks>,
+    /// The scheme's access is not one-sided: each page is a request ([`by_requests`]).
+    by_requests: bool,
 }
 
 /// Memory nodes. Shared with the transfers in flight.
@@ -95,8 +100,11 @@ impl<N: Nic> PoolTransport<N> {
             Ok(Node { pool, frames })
         };
         let nodes = (0..nodes.len() as u16).map(node).collect::<Result<_, _>>()?;
+        let nodes: Vec<Node<N>> = nodes;
+        let by_requests =
+            nodes.iter().any(|node| node.pool.scheme().access != AccessKind::OneSided);
         let nodes = Arc::new(Nodes { pools, nodes });
-        Ok(Self { nodes, frames, chunks: RwLock::default() })
+        Ok(Self { nodes, frames, chunks: RwLock::default(), by_requests })
     }
 
     /// Address of a chunk at its memory node.
@@ -139,6 +147,25 @@ impl<N: Nic> PoolTransport<N> {
 impl Chunks {
     fn grant(&self, chunk: ChunkHandle) -> &PlacedGrant {
         self.grants[chunk.0 as usize].as_ref().expect("the pager uses only chunks that it holds")
+    }
+
+    fn add(&mut self, grant: PlacedGrant) -> ChunkHandle {
+        let handle = match self.free.pop() {
+            Some(handle) => handle,
+            None => {
+                self.grants.push(None);
+                self.grants.len() as u32 - 1
+            }
+        };
+        self.grants[handle as usize] = Some(grant);
+        ChunkHandle(handle)
+    }
+
+    fn remove(&mut self, chunk: ChunkHandle) -> PlacedGrant {
+        let grant = *self.grant(chunk);
+        self.grants[chunk.0 as usize] = None;
+        self.free.push(chunk.0);
+        grant
     }
 }
 
@@ -238,39 +265,48 @@ impl<N: Nic> Transport for PoolTransport<N> {
     }
 
     fn allocate_chunk(&self) -> Result<ChunkHandle, TransportError> {
-        let grant = self.nodes.pools.allocate_blocking().map_err(|error| match error {
-            // A client over its time budget gets no chunk either; its chunks stay usable.
-            pool::Error::OutOfMemory { .. } | pool::Error::OverBudget { .. } => {
-                TransportError::Full
-            }
-            other => gone(other),
-        })?;
-        let mut chunks = self.chunks_mut();
-        let handle = match chunks.free.pop() {
-            Some(handle) => handle,
-            None => {
-                chunks.grants.push(None);
-                chunks.grants.len() as u32 - 1
-            }
-        };
-        chunks.grants[handle as usize] = Some(grant);
-        Ok(ChunkHandle(handle))
+        if self.by_requests {
+            return self.allocate_by_requests();
+        }
+        let grant = self.nodes.pools.allocate_blocking().map_err(not_allocated)?;
+        Ok(self.chunks_mut().add(grant))
+    }
+
+    fn allocate_chunks(
+        &self,
+        count: usize,
+        chunks: &mut Vec<ChunkHandle>,
+    ) -> Result<(), TransportError> {
+        // A scheme without one-sided access allocates without a request, at the first WRITE.
+        if count == 1 || self.by_requests {
+            chunks.push(self.allocate_chunk()?);
+            return Ok(());
+        }
+        let grants = self.nodes.pools.allocate_many_blocking(count).map_err(not_allocated)?;
+        let mut held = self.chunks_mut();
+        chunks.extend(grants.into_iter().map(|grant| held.add(grant)));
+        Ok(())
+    }
+
+    fn used_percent(&self) -> u8 {
+        self.nodes.pools.used_percent()
     }
 
     fn free_chunk(&self, chunk: ChunkHandle) -> Result<(), TransportError> {
-        let grant = {
-            let mut chunks = self.chunks_mut();
-            let grant = *chunks.grant(chunk);
-            chunks.grants[chunk.0 as usize] = None;
-            chunks.free.push(chunk.0);
-            grant
-        };
-        match self.nodes.pools.free_blocking(grant) {
-            // Over the budget, the memory node keeps the chunk for this client until it serves the
-            // client again, or until the client disconnects. No page is lost.
-            Ok(()) | Err(pool::Error::OverBudget { .. }) => Ok(()),
-            Err(other) => Err(gone(other)),
+        let grant = self.chunks_mut().remove(chunk);
+        freed(self.nodes.pools.free_blocking(grant))
+    }
+
+    fn free_chunks(&self, chunks: &[ChunkHandle]) -> Result<(), TransportError> {
+        if let [chunk] = chunks {
+            return self.free_chunk(*chunk);
         }
+        let grants: SmallVec<[PlacedGrant; STACK_TRANSFERS]> = {
+            let mut held = self.chunks_mut();
+            chunks.iter().map(|chunk| held.remove(*chunk)).collect()
+        };
+        let failed = self.nodes.pools.free_many_blocking(&grants);
+        failed.into_iter().try_for_each(|error| freed(Err(error)))
     }
 
     fn post(
@@ -279,6 +315,9 @@ impl<N: Nic> Transport for PoolTransport<N> {
         direction: Direction,
         ios: &[PageIo],
     ) -> Result<Ticket, TransportError> {
+        if self.by_requests {
+            return self.move_by_requests(direction, ios).map(|()| Ticket::complete());
+        }
         let (nodes, lane) = (&self.nodes, self.lane(lane));
         let mut batches = SmallVec::new();
         // Held while the transfers are posted, which copies nothing of the grants.
@@ -311,6 +350,9 @@ impl<N: Nic> Transport for PoolTransport<N> {
     /// One run of pages, on which a thread waits, is moved without an allocation.
     fn run(&self, lane: Lane, direction: Direction, ios: &[PageIo]) -> Result<(), TransportError> {
         let [io] = ios else { return self.post(lane, direction, ios)?.wait() };
+        if self.by_requests {
+            return self.move_by_requests(direction, ios);
+        }
         let PlacedGrant { node: index, grant } = *self.chunks().grant(io.chunk);
         let (node, lane) = (&self.nodes.nodes[index.0 as usize], self.lane(lane));
         let transfer = transfer_of(io, &grant);
@@ -369,6 +411,23 @@ fn transfer_of<'a>(io: &PageIo, grant: &'a pool::Grant) -> Transfer<'a> {
         offset: u64::from(io.offset_bytes),
         buffer_offset: io.frame as usize * PAGE_BYTES,
         len: u32::from(io.pages) * PAGE_BYTES as u32,
+    }
+}
+
+fn not_allocated(error: pool::Error) -> TransportError {
+    match error {
+        // A client over its time budget gets no chunk either; its chunks stay usable.
+        pool::Error::OutOfMemory { .. } | pool::Error::OverBudget { .. } => TransportError::Full,
+        other => gone(other),
+    }
+}
+
+fn freed(result: Result<(), pool::Error>) -> Result<(), TransportError> {
+    match result {
+        // Over the budget, the memory node keeps the chunk for this client until it serves the
+        // client again, or until the client disconnects. No page is lost.
+        Ok(()) | Err(pool::Error::OverBudget { .. }) => Ok(()),
+        Err(other) => Err(gone(other)),
     }
 }
 

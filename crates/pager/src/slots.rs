@@ -29,9 +29,17 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use smallvec::{SmallVec, smallvec};
+
 use crate::page_table::PageId;
 use crate::sys::{PAGE_BYTES, PAGE_SHIFT};
 use crate::transport::ChunkHandle;
+
+mod compaction;
+mod fill;
+
+pub use compaction::Usage;
+use fill::Fill;
 
 /// Index of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -130,13 +138,16 @@ pub struct Epoch(pub u32);
 
 struct Chunk {
     location: ChunkLocation,
-    used: Vec<u64>,
+    /// A bit for each slot. This list and `prints` need no memory of their own in chunks of 4 KiB.
+    used: SmallVec<[u64; 1]>,
     /// Epoch of the first freeze of each slot, 0 for a slot that was never frozen. Empty if no slot
     /// of the chunk was ever frozen.
     frozen: Vec<u32>,
     /// Fingerprints of the content of used slots, 0 for a slot without a fingerprint.
-    prints: Vec<u128>,
+    prints: SmallVec<[u128; 1]>,
     live: u32,
+    /// The slots are moved to other chunks: see [`compaction`].
+    is_closed: bool,
 }
 
 /// A slot whose freeing waits for children.
@@ -150,6 +161,12 @@ struct Deferred {
 pub struct Slots {
     chunks: Vec<Option<Chunk>>,
     vacant: Vec<u32>,
+    /// Chunks that are not closed.
+    fill: Fill,
+    /// Chunks that were closed by the pass of compaction in progress.
+    closed: Vec<u32>,
+    /// Number of used slots.
+    live: u64,
     open: Option<u32>,
     cursor: u32,
     pages_log2: u32,
@@ -178,6 +195,9 @@ impl Slots {
         Self {
             chunks: Vec::new(),
             vacant: Vec::new(),
+            fill: Fill::default(),
+            closed: Vec::new(),
+            live: 0,
             open: None,
             cursor: 0,
             pages_log2: chunk_bytes.trailing_zeros() - PAGE_SHIFT,
@@ -224,40 +244,42 @@ impl Slots {
     /// is not held while the pool allocates.
     pub fn allocate(&mut self) -> Option<SlotId> {
         loop {
-            if let Some(index) = self.open {
-                let pages = self.chunk_pages();
-                let cursor = self.cursor;
-                let chunk = self.chunks[index as usize].as_mut().expect("the open chunk exists");
-                if let Some(page) = free_page(&chunk.used, cursor, pages) {
-                    set(&mut chunk.used, page, true);
-                    chunk.live += 1;
-                    if self.freezing {
-                        chunk.frozen.resize(pages as usize, 0);
-                        chunk.frozen[page as usize] = self.epoch.0;
-                    }
-                    self.cursor = page + 1;
-                    return Some(SlotId(u64::from(index) << self.pages_log2 | u64::from(page)));
-                }
+            if let Some(slot) = self.allocate_open() {
+                return Some(slot);
             }
             self.cursor = 0;
-            // Opens the emptiest chunk if at least a quarter of the chunk is free. If the pool is
-            // full, one free slot is enough.
-            let wanted = if self.wants_pool() { (self.chunk_pages() / 4).max(1) } else { 1 };
-            self.open = self.roomy(wanted);
+            self.open = self.roomy();
             self.open?;
         }
     }
 
-    /// Returns the emptiest chunk with at least `wanted` free slots.
-    fn roomy(&self, wanted: u32) -> Option<u32> {
-        let pages = self.chunk_pages();
-        self.chunks
-            .iter()
-            .enumerate()
-            .filter_map(|(index, chunk)| chunk.as_ref().map(|c| (index as u32, c.live)))
-            .filter(|&(_, live)| pages - live >= wanted)
-            .min_by_key(|&(_, live)| live)
-            .map(|(index, _)| index)
+    /// Allocates a slot of the chunk that was added last. Returns `None` if the chunk is full.
+    pub fn allocate_open(&mut self) -> Option<SlotId> {
+        self.open.and_then(|index| self.allocate_in(index))
+    }
+
+    fn allocate_in(&mut self, index: u32) -> Option<SlotId> {
+        let (cursor, pages) = (self.cursor, self.chunk_pages());
+        let chunk = self.chunks[index as usize].as_mut().expect("the open chunk exists");
+        let page = free_page(&chunk.used, cursor, pages)?;
+        set(&mut chunk.used, page, true);
+        chunk.live += 1;
+        self.live += 1;
+        self.fill.set(index, chunk.live, self.pages_log2);
+        if self.freezing {
+            chunk.frozen.resize(pages as usize, 0);
+            chunk.frozen[page as usize] = self.epoch.0;
+        }
+        self.cursor = page + 1;
+        Some(SlotId(u64::from(index) << self.pages_log2 | u64::from(page)))
+    }
+
+    /// Returns a chunk in which the next slots are allocated: one of the emptiest, if at least a
+    /// quarter of the chunk is free. If the pool is full or chunks are being compacted, one free
+    /// slot is enough.
+    fn roomy(&self) -> Option<u32> {
+        let takes_any = !self.closed.is_empty() || !self.wants_pool();
+        self.fill.emptiest(if takes_any { fill::ANY_FREE } else { fill::QUARTER_FREE })
     }
 
     /// Returns true if the caller should ask the pool for a chunk. False for a while after the pool
@@ -327,10 +349,11 @@ impl Slots {
         let words = (self.chunk_pages() as usize).div_ceil(64);
         let chunk = Chunk {
             location,
-            used: vec![0; words],
+            used: smallvec![0; words],
             frozen: Vec::new(),
-            prints: vec![0; self.chunk_pages() as usize],
+            prints: smallvec![0; self.chunk_pages() as usize],
             live: 0,
+            is_closed: false,
         };
         match self.vacant.pop() {
             Some(index) => {
@@ -403,10 +426,15 @@ impl Slots {
             *first = 0;
         }
         chunk.live -= 1;
+        self.live -= 1;
         if chunk.live > 0 {
+            if !chunk.is_closed {
+                self.fill.set(index as u32, chunk.live, self.pages_log2);
+            }
             return None;
         }
         let location = chunk.location;
+        self.fill.remove(index as u32);
         self.chunks[index] = None;
         self.vacant.push(index as u32);
         if self.open == Some(index as u32) {

@@ -381,3 +381,72 @@ proptest! {
         }
     }
 }
+
+/// Slots in chunks of 64 KiB, of which `kept` of each chunk are used.
+fn sparse(kept: &[usize]) -> (Slots, Vec<SlotId>) {
+    const PAGES: usize = 16;
+    let mut slots = Slots::new(PAGES * PAGE_BYTES);
+    let mut all = Vec::new();
+    for chunk in 0..kept.len() {
+        slots.add_pool_chunk(ChunkHandle(chunk as u32));
+        all.extend(std::iter::from_fn(|| slots.allocate_open()));
+    }
+    assert_eq!(all.len(), kept.len() * PAGES);
+    let is_kept = |index: usize| index % PAGES < kept[index / PAGES];
+    let (used, unused): (Vec<_>, Vec<_>) =
+        all.into_iter().enumerate().partition(|(index, _)| is_kept(*index));
+    for (_, slot) in unused {
+        assert_eq!(slots.free(slot), None, "each chunk keeps a slot");
+    }
+    (slots, used.into_iter().map(|(_, slot)| slot).collect())
+}
+
+#[test]
+fn as_many_chunks_are_closed_as_the_others_can_replace() {
+    for (kept, closed) in [
+        (&[16, 16][..], 0),
+        (&[16, 9, 8], 0),
+        (&[16, 8, 8], 1),
+        (&[1, 1, 1, 1], 3),
+        (&[15, 1, 15, 1], 2),
+        (&[12, 12, 12, 12], 1),
+    ] {
+        let (mut slots, used) = sparse(kept);
+        assert_eq!(slots.close_sparse(), closed, "{kept:?}");
+        let moved: Vec<_> = used.into_iter().filter(|slot| slots.is_closed(*slot)).collect();
+        for slot in moved {
+            let new = slots.allocate().expect("an open chunk has room");
+            assert!(!slots.is_closed(new), "{kept:?}");
+            let _ = slots.free(slot);
+        }
+        assert_eq!(slots.held().0, kept.len() as u32 - closed, "{kept:?}");
+        slots.reopen();
+        let Usage { live, held } = slots.usage();
+        assert!(live == kept.iter().sum::<usize>() as u64 && held - live < 16, "{kept:?}");
+    }
+}
+
+#[test]
+fn closed_chunk_gives_out_no_slot_until_it_is_reopened() {
+    // The last chunk is the open one.
+    let (mut slots, used) = sparse(&[15, 16, 2]);
+    assert_eq!(slots.close_sparse(), 0, "two pages more than the others have room for");
+    assert_eq!(slots.free(used[0]), None);
+    assert_eq!(slots.close_sparse(), 1);
+    assert_eq!(slots.free(used[31]), None, "the closed chunk keeps a slot");
+    let free: Vec<_> = std::iter::from_fn(|| slots.allocate()).collect();
+    assert_eq!(free.len(), 2);
+    assert!(!free.iter().any(|slot| slots.is_closed(*slot)));
+    slots.reopen();
+    assert!(slots.allocate().is_some());
+}
+
+#[test]
+fn chunks_with_frozen_slots_are_not_closed() {
+    let (mut slots, _) = sparse(&[3, 3, 3]);
+    let epoch = slots.freeze();
+    slots.end_freezing();
+    assert_eq!(slots.close_sparse(), 0);
+    assert!(slots.remove_dependent(epoch).is_empty());
+    assert_eq!(slots.close_sparse(), 2);
+}

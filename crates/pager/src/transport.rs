@@ -143,8 +143,36 @@ pub trait Transport: Send + Sync {
     /// Allocates a chunk. Its content is unspecified until written.
     fn allocate_chunk(&self) -> Result<ChunkHandle, TransportError>;
 
+    /// Allocates up to `count` chunks and appends them to `chunks`: at least one, or an error is
+    /// returned. An implementation with requests to a memory node has several in flight at a time.
+    fn allocate_chunks(
+        &self,
+        count: usize,
+        chunks: &mut Vec<ChunkHandle>,
+    ) -> Result<(), TransportError> {
+        for at in 0..count {
+            match self.allocate_chunk() {
+                Ok(chunk) => chunks.push(chunk),
+                Err(_) if at > 0 => break,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the percentage of the pool that is allocated, by all clients. May ask the memory
+    /// nodes. 0 if it is unknown.
+    fn used_percent(&self) -> u8 {
+        0
+    }
+
     /// Frees a chunk. The caller no longer reads or writes it.
     fn free_chunk(&self, chunk: ChunkHandle) -> Result<(), TransportError>;
+
+    /// Frees chunks, as [`Transport::free_chunk`], with several requests in flight at a time.
+    fn free_chunks(&self, chunks: &[ChunkHandle]) -> Result<(), TransportError> {
+        chunks.iter().try_for_each(|chunk| self.free_chunk(*chunk))
+    }
 
     /// Starts transfers. May wait for room in the send queue, but not for a transfer.
     fn post(

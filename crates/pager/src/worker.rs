@@ -1,12 +1,13 @@
 //! The worker thread: the asynchronous path of the pager.
 //!
-//! The worker takes pages out, writes them back, reclaims positions, frees chunks, does its part of
-//! forks, and measures unpaged memory. Where the machine has two cores or fewer, the program and
-//! the NIC's polling thread occupy them; the handler then does the work on pages in slices
-//! ([`crate::fault`]), and the worker does the rest.
+//! The worker takes pages out, writes them back, reclaims positions, frees and compacts chunks,
+//! does its part of forks, and measures unpaged memory. Where the machine has two cores or fewer,
+//! the program and the NIC's polling thread occupy them; the handler then does the work on pages in
+//! slices ([`crate::fault`]), and the worker does the rest.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::compactor::Compactor;
 use crate::lease;
 use crate::ledger::GUARANTEED_UNITS;
 use crate::pager::{Pager, Reclaimer};
@@ -25,6 +26,7 @@ impl Pager {
         let mut pause_ms = unpaged::SAMPLE_MS_MIN;
         let mut sample_due_ns = sys::now_ns() + 1_000_000 * pause_ms;
         let mut review = Review::default();
+        let mut compactor = Compactor::default();
         loop {
             let seen = self.worker_event().load(Ordering::Acquire);
             // A program without faults does not end the transfers of pages that it has dropped, and
@@ -38,11 +40,13 @@ impl Pager {
                 while self.pages.work(&mut hand, BATCH_PAGES) && !self.forks.is_asked() {}
             }
             self.tend_lease(&mut review, &mut hand);
+            let compaction_ms = self.compact(&mut hand, &mut compactor);
             self.pages.update_gauges();
+            let compaction_due_ns = sys::now_ns() + 1_000_000 * compaction_ms;
             self.worker_sleeps.store(true, Ordering::SeqCst);
             while self.worker_event().load(Ordering::SeqCst) == seen {
-                let until_sample = ms_until(sample_due_ns);
-                self.wait_for_work(seen, until_sample.min(review.pause_ms(self)));
+                let next_ms = ms_until(sample_due_ns.min(compaction_due_ns));
+                self.wait_for_work(seen, next_ms.min(review.pause_ms(self)));
                 if self.worker_event().load(Ordering::SeqCst) != seen {
                     break;
                 }
@@ -51,7 +55,7 @@ impl Pager {
                     sample_due_ns = sys::now_ns() + 1_000_000 * pause_ms;
                     break;
                 }
-                if review.is_due() {
+                if review.is_due() || sys::now_ns() >= compaction_due_ns {
                     break;
                 }
             }

@@ -227,20 +227,19 @@ impl Serve {
     }
 
     fn settings(&self) -> anyhow::Result<Settings> {
-        self.donation.check("serve")?;
+        self.donation.check(self.scheme, "serve")?;
         let mut settings = Settings {
             group_size: self.group_size,
             credits: self.credits,
             clients_max: self.clients,
             // A private memory node has a single user: the command that started it.
             client_quotas: !self.private,
-            scheme: self.scheme,
             nic_windows: self.nic_windows,
             keep_resident_bytes: self.keep_resident.bytes(),
             silence: Duration::from_millis(self.silence_ms),
             urgent_nic: true,
             shares_chunks: self.share_chunks,
-            ..self.donation.settings()
+            ..self.donation.settings(self.scheme)
         };
         let budget = Budget {
             requests_per_s: self.budget_requests_per_s,

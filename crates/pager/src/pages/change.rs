@@ -2,14 +2,13 @@
 //! a new page table.
 
 use std::ops::Range;
-use std::sync::atomic::Ordering;
 
 use crate::memory::{Memory, Position};
 use crate::page_table::{Entry, PageId, State as PageState};
 use crate::pages::flight::Late;
 use crate::pages::sizes::INHERIT_FRAMES;
 use crate::pages::{Hand, Pages, State};
-use crate::shelf::{Record, Use};
+use crate::shelf::Use;
 use crate::slots::SlotId;
 use crate::transport::{Direction, FrameId};
 
@@ -246,38 +245,11 @@ impl<M: Memory> Pages<M> {
     /// makes one pass over all pages. The caller repeats the call, because pages that other threads
     /// change meanwhile may remain inherited.
     pub fn move_inherited(&self, hand: &mut Hand) {
-        let inherited = |slot: Option<SlotId>| slot.is_some_and(|s| s.inherited_page().is_some());
+        let inherited = |slot: SlotId| slot.inherited_page().is_some();
         let mut remote: Vec<(PageId, SlotId)> = Vec::new();
         self.table.touched(0..self.table.len() as u32, |part| {
-            // From the write-back before a fork until the fork's snapshot, each page must keep its
-            // slot.
-            let protection = self.try_lock_protection();
-            if protection.is_none() || self.fork_waits.load(Ordering::Acquire) {
+            if self.detach_range(part, &inherited, &mut remote).is_break() {
                 self.memory.pause();
-                return;
-            }
-            for page in part.map(PageId) {
-                let entry = self.table.load(page);
-                match entry.state() {
-                    PageState::Absent => {}
-                    PageState::Resident => {
-                        let has_one = |e: Entry| {
-                            e.state() == PageState::Resident && inherited(e.slot().map(SlotId))
-                        };
-                        if let Some(entry) = self.table.try_lock(page, has_one) {
-                            // The page gets a slot of this pager when it is written back.
-                            entry.slot().into_iter().for_each(|slot| self.free_slot(SlotId(slot)));
-                            self.settle(page, Entry::resident(None));
-                        }
-                    }
-                    PageState::Shelved => self.disinherit(page),
-                    PageState::Remote => {
-                        let slot = entry.slot().map(SlotId);
-                        if inherited(slot) {
-                            remote.extend(slot.map(|slot| (page, slot)));
-                        }
-                    }
-                }
             }
         });
         for part in remote.chunks(INHERIT_FRAMES as usize) {
@@ -286,31 +258,6 @@ impl<M: Memory> Pages<M> {
         // Writes dirty pages to slots of this pager, and lets pages in flight arrive for the next
         // pass.
         self.flush(hand);
-    }
-
-    /// Makes a clean page on the shelf dirty if its slot is inherited. Its next write-back goes to
-    /// a slot of this pager.
-    fn disinherit(&self, page: PageId) {
-        let mut state = self.state();
-        let Some(position) = self.table.load(page).position().map(Position) else { return };
-        let record = *state.shelf.record(position);
-        let Some(slot) = record.slot.filter(|slot| slot.inherited_page().is_some()) else { return };
-        let is_here = |entry: Entry| entry.position() == Some(position.0);
-        if !matches!(state.shelf.used(position), Use::Clean | Use::Dirty)
-            || self.table.try_lock(page, is_here).is_none()
-        {
-            return;
-        }
-        // SAFETY: the position has memory, and its page is BUSY by this thread.
-        let print = unsafe { self.fingerprints.of(self.memory.position(position)) };
-        let record = Record { slot: None, print, ..record };
-        state.shelf.hold(position, Use::Dirty, record);
-        if self.table.unlock(page, Entry::shelved(position.0)) {
-            state.late_wakes.push(page);
-        }
-        drop(state);
-        self.free_slot(slot);
-        self.wake_late();
     }
 
     /// Copies remote inherited pages to slots of this pager. A page that a thread has changed

@@ -316,6 +316,47 @@ impl<M: Memory> Pages<M> {
         }
     }
 
+    /// Starts to read remote pages to the shelf for compaction, as far as blank positions are not
+    /// needed for faults. Pages that have left their slots are skipped. The flight belongs to this
+    /// thread. Returns the number of pages, or `None` without a free flight or a page to read.
+    pub(super) fn post_moves(
+        &self,
+        hand: &mut Hand,
+        pages: &[(PageId, SlotId)],
+    ) -> Option<(FlightIndex, u32)> {
+        hand.pairs.clear();
+        let mut guard = self.state();
+        let state = &mut *guard;
+        let room = state.shelf.blank().saturating_sub(self.sizes.stock / 2) as usize;
+        let index = (room > 0).then(|| state.flights.take_window()).flatten()?;
+        let flight = state.flights.get(index);
+        flight.direction = Direction::Read;
+        let first_frame = flight.first_frame;
+        for &(page, slot) in pages {
+            if hand.pairs.len() == room {
+                break;
+            }
+            let is_there =
+                |e: Entry| e.state() == PageState::Remote && e.slot().map(SlotId) == Some(slot);
+            if self.table.try_lock(page, is_there).is_none() {
+                continue;
+            }
+            let (position, _) = state.shelf.take_blank(1).expect("counted above");
+            let frame = FrameId(first_frame.0 + hand.pairs.len() as u32);
+            hand.pairs.push((self.slots().source(slot), frame));
+            self.add_fetch(state, index, page, slot, position, None);
+        }
+        let count = hand.pairs.len() as u32;
+        if count == 0 {
+            state.flights.get(index).phase = Phase::Free;
+            return None;
+        }
+        drop(guard);
+        let ticket = self.backing.post(Lane::Prefetch, Direction::Read, &hand.pairs);
+        self.state().flights.get(index).ticket = Some(ticket);
+        Some((index, count))
+    }
+
     /// Lets any thread end a flight from now on, and wakes the threads that need its pages.
     fn set_posted(&self, hand: &mut Hand, index: FlightIndex, ticket: Ticket) {
         let mut guard = self.state();

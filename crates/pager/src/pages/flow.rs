@@ -166,26 +166,35 @@ impl<M: Memory> Pages<M> {
                 break;
             }
             let Some(position) = state.shelf.oldest_clean() else { break };
-            let Record { page, slot, window, .. } = *state.shelf.record(position);
-            let is_here = |entry: Entry| entry.position() == Some(position.0);
-            if self.table.try_lock(page, is_here).is_none() {
+            if self.reclaim_one(state, position) {
+                done += 1;
+            } else {
                 // Another thread has set the page BUSY.
                 state.shelf.renew_clean(position);
-                continue;
             }
-            let slot = slot.expect("a clean position has a slot");
-            state.shelf.set(position, Use::Blank);
-            if let Some(window) = window {
-                state.streams.reclaimed(window, 1);
-            }
-            if self.table.unlock(page, Entry::remote(slot.0)) {
-                // A thread waits for this page. The caller wakes the thread after it has released
-                // the lock.
-                state.late_wakes.push(page);
-            }
-            done += 1;
         }
         done
+    }
+
+    /// Turns a clean position into a blank one, and its page into a remote one. Returns false if
+    /// the page is BUSY.
+    pub(super) fn reclaim_one(&self, state: &mut State, position: Position) -> bool {
+        let Record { page, slot, window, .. } = *state.shelf.record(position);
+        let is_here = |entry: Entry| entry.position() == Some(position.0);
+        if self.table.try_lock(page, is_here).is_none() {
+            return false;
+        }
+        let slot = slot.expect("a clean position has a slot");
+        state.shelf.set(position, Use::Blank);
+        if let Some(window) = window {
+            state.streams.reclaimed(window, 1);
+        }
+        if self.table.unlock(page, Entry::remote(slot.0)) {
+            // A thread waits for this page. The caller wakes the thread after it has released the
+            // lock.
+            state.late_wakes.push(page);
+        }
+        true
     }
 
     /// Frees the memory of blank positions while more pages are present than the limit allows.
@@ -262,7 +271,7 @@ impl<M: Memory> Pages<M> {
 
     /// Gives memory to empty positions within the room below the limit, and gives one of them to
     /// the hand. Returns false if there is no room or no empty position.
-    fn grow(&self, hand: &mut Hand, over_limit: bool) -> bool {
+    pub(super) fn grow(&self, hand: &mut Hand, over_limit: bool) -> bool {
         let taken = {
             let mut state = self.state();
             self.extend(&mut state);

@@ -16,6 +16,7 @@
 //! | [`flight`] | transfers in flight: their start and their end |
 //! | [`change`] | what the program's `munmap`, `madvise` and `mremap` do to pages |
 //! | [`bound`] | the limit of a process that shares the bound of its run |
+//! | [`compact`] | compaction of chunks |
 //! | [`check`] | invariants |
 //!
 //! # States of a page
@@ -33,6 +34,7 @@
 //! | Remote | fault or prefetch | Shelved fetching | handler: READ |
 //! | Shelved fetching | READ complete | Shelved clean | handler or worker |
 //! | Shelved fetching | fault | waits for the READ | handler |
+//! | Remote, Shelved clean, Shelved dirty | compaction of the slot's chunk | Shelved dirty without a slot, then by write-back and reclaim Remote | worker: [`compact`] |
 //! | any | dropped by the program | Absent; a position in flight is blank when the transfer is complete | program's thread |
 //! | any | mremap | the same state at the other page | program's thread |
 //!
@@ -50,7 +52,9 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
-use crate::backing::Backing;
+use smallvec::SmallVec;
+
+use crate::backing::{Backing, FREES_MAX};
 use crate::config::Paths;
 use crate::fingerprint::Fingerprints;
 use crate::lease::Lease;
@@ -62,11 +66,13 @@ use crate::shelf::Shelf;
 use crate::slots::{ChunkLocation, Emptied, SlotId, Slots};
 use crate::stats::{Counter, Stats};
 use crate::stream::{self, Streams};
+use crate::sys::PAGE_SHIFT;
 use crate::transport::{Direction, FrameId, Lane};
 
 pub mod bound;
 pub mod change;
 pub mod check;
+pub mod compact;
 pub mod flight;
 pub mod flow;
 pub mod sizes;
@@ -277,15 +283,19 @@ impl<M: Memory> Pages<M> {
     /// Frees chunks without a used slot. Called only by the pager's threads.
     pub fn free_emptied(&self) {
         loop {
-            let location = self.emptied().pop();
-            match location {
-                Some(location) => {
-                    self.backing.free_location(location);
-                    if let ChunkLocation::Overflow(stretch) = location {
-                        self.slots().note_freed(stretch);
-                    }
+            let locations: SmallVec<[ChunkLocation; FREES_MAX]> = {
+                let mut emptied = self.emptied();
+                let from = emptied.len().saturating_sub(FREES_MAX);
+                emptied.drain(from..).collect()
+            };
+            if locations.is_empty() {
+                return;
+            }
+            self.backing.free_locations(&locations);
+            for location in &locations {
+                if let ChunkLocation::Overflow(stretch) = location {
+                    self.slots().note_freed(*stretch);
                 }
-                None => return,
             }
         }
     }
@@ -329,24 +339,30 @@ impl<M: Memory> Pages<M> {
 
     /// Updates the gauges of present pages, chunks and allocations.
     pub fn update_gauges(&self) {
-        let (present, (pool, overflow)) = {
+        let present = {
             let state = self.state();
             self.stats.record_prefetch(&state.streams.counters());
-            (state.present(), self.slots().held())
+            state.present()
         };
         self.note_present(present);
+        self.note_held();
+    }
+
+    fn note_held(&self) {
+        let ((pool, overflow), usage) = {
+            let slots = self.slots();
+            (slots.held(), slots.usage())
+        };
         self.stats.set(Counter::PoolChunks, u64::from(pool));
         self.stats.raise(Counter::PoolChunksPeak, u64::from(pool));
         self.stats.set(Counter::OverflowChunks, u64::from(overflow));
         self.stats.raise(Counter::OverflowChunksPeak, u64::from(overflow));
+        self.stats.set(Counter::LiveBytes, usage.live << PAGE_SHIFT);
+        self.stats.set(Counter::HeldBytes, usage.held << PAGE_SHIFT);
     }
 
     fn note_chunks(&self) {
-        let (pool, overflow) = self.slots().held();
-        self.stats.set(Counter::PoolChunks, u64::from(pool));
-        self.stats.raise(Counter::PoolChunksPeak, u64::from(pool));
-        self.stats.set(Counter::OverflowChunks, u64::from(overflow));
-        self.stats.raise(Counter::OverflowChunksPeak, u64::from(overflow));
+        self.note_held();
         let done = self.backing.transport_stats();
         self.stats.set(Counter::AllocationsByNic, done.allocations_by_nic);
         self.stats.set(Counter::AllocationsByCpu, done.allocations_by_cpu);

@@ -133,6 +133,7 @@ fn small() -> Setup {
         inherits: false,
         policy: Name::default(),
         alone: false,
+        compacts: false,
         max_steps: 20_000,
     }
 }

@@ -41,6 +41,8 @@ pub(crate) enum Kind {
     SmallShelf,
     /// The process is a promoted child.
     Inherits,
+    /// Chunks are compacted.
+    Compacts,
     /// All events together.
     All,
 }
@@ -81,6 +83,7 @@ pub(crate) fn setup(kind: Kind, seed: u64) -> Setup {
         policy: Name::default(),
         paths: Paths::Two,
         alone: false,
+        compacts: false,
         max_steps: 200_000,
     };
     // Every policy with as many seeds.
@@ -88,6 +91,10 @@ pub(crate) fn setup(kind: Kind, seed: u64) -> Setup {
     setup.paths =
         Random::new(seed, 12).pick(&[Paths::Two, Paths::Two, Paths::Fastswap, Paths::Linux]);
     setup.alone = Random::new(seed, 11).once_in(8);
+    setup.compacts = Random::new(seed, 12).once_in(3);
+    if setup.compacts {
+        setup.chunk_pages = 4;
+    }
     let threads = random.within(1..=3);
     let operations = random.within(20..=100);
     let mut program = Program { operations, writes: random.pick(&[1, 2, 4]), ..Program::default() };
@@ -166,6 +173,15 @@ pub(crate) fn setup(kind: Kind, seed: u64) -> Setup {
             setup.inherits = true;
             program.drops = random.pick(&[0, 12]);
             program.moves = random.pick(&[0, 12]);
+            program.forks = random.pick(&[0, 16]);
+        }
+        Kind::Compacts => {
+            setup.compacts = true;
+            setup.chunk_pages = random.pick(&[2, 4, 8]);
+            setup.pages = 4 * limit;
+            program.operations *= 2;
+            program.writes = 1;
+            program.drops = random.pick(&[4, 8]);
             program.forks = random.pick(&[0, 16]);
         }
         Kind::All => {

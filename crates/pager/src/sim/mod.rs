@@ -154,6 +154,7 @@ kinds! {
     copied_pages_keep_their_content: Copies,
     pages_keep_their_content_with_a_small_shelf: SmallShelf,
     inherited_pages_keep_their_content: Inherits,
+    compacted_pages_keep_their_content: Compacts,
     pages_keep_their_content_in_all_events_together: All,
 }
 
@@ -164,7 +165,8 @@ fn policy_is_told_where_each_mapped_page_was() {
         let setup = kinds::setup(Kind::Random, seed);
         // Each page that is read is mapped at once.
         let (handlers, odds) = (1, Odds::default());
-        let setup = world::Setup { handlers, odds, inline: true, alone: true, ..setup };
+        let setup =
+            world::Setup { handlers, odds, inline: true, alone: true, compacts: false, ..setup };
         let done = world::run(&setup, seed, &mut RandomOrder::new(seed)).unwrap();
         assert_eq!(done.calls.refetched, done.read + done.words, "seed {seed}: {done:?}");
         assert_eq!(done.calls.left_behind, 0, "seed {seed}: no stream is followed");
@@ -192,4 +194,11 @@ fn a_seed_runs_the_same_way_twice() {
         assert_eq!(first, second, "seed {seed}");
     }
     fiber::set_trace(false);
+}
+
+#[test]
+fn pages_are_compacted_while_the_program_runs() {
+    let mut sum = Summary::default();
+    (0..200).for_each(|seed| sum.add(&run_seed(Kind::Compacts, seed).unwrap()));
+    assert!(sum.compacted >= 500, "{sum:?}");
 }

@@ -8,6 +8,7 @@ use super::fiber::{pause, point, spawn, trace, wait_until};
 use super::world::World;
 use crate::memory::model::{Bytes, Event, WORDS};
 use crate::page_table::PageId;
+use crate::pages::compact::Pass;
 use crate::pages::{Hand, Request};
 use crate::slots::{Epoch, SlotId};
 use crate::stats::Counter;
@@ -93,6 +94,10 @@ fn serve(world: &World, hand: &mut Hand, page: PageId, thread: u32, write: bool)
     if world.handler_reclaims() {
         world.pages.work(hand, pages + CATCH_UP_PAGES);
     }
+    // Compaction is due at times that do not depend on faults.
+    if world.setup.compacts && world.random.borrow_mut().once_in(4) {
+        wake_worker(world);
+    }
 }
 
 pub(crate) fn wake_worker(world: &World) {
@@ -102,6 +107,7 @@ pub(crate) fn wake_worker(world: &World) {
 /// The worker: works on pages, frees chunks, and does its part of forks.
 pub(crate) fn worker(world: &Rc<World>) {
     let mut hand = Hand::default();
+    let mut pass = Pass::default();
     loop {
         let seen = world.worker_wakes.get();
         world.pages.free_emptied();
@@ -112,6 +118,13 @@ pub(crate) fn worker(world: &Rc<World>) {
         let is_idle = world.random.borrow_mut().once_in(2);
         world.pages.review_lease(is_idle);
         world.pages.return_pages(&mut hand, || world.forking.is_asked.get());
+        if world.setup.compacts {
+            world.pages.reap(&mut hand);
+            if world.pages.compact(&mut hand, &mut pass).more {
+                pause();
+                continue;
+            }
+        }
         world.pages.update_gauges();
         wait_until("waits for work", || world.worker_wakes.get() != seen || world.is_idle());
         if world.worker_wakes.get() == seen {

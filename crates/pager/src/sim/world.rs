@@ -18,11 +18,12 @@ use crate::fork::inheritance::Inheritance;
 use crate::memory::Position;
 use crate::memory::model::{Bytes, ModelMemory, Odds, WORDS};
 use crate::page_table::{Entry, PageId, PageTable, State as PageState};
+use crate::pages::compact::Pass;
 use crate::pages::{Hand, Pages, Sizes};
 use crate::policy::counted::{Calls, Counted};
 use crate::policy::{AnyPolicy, Name};
 use crate::shelf::{Use, holds_page};
-use crate::slots::{ChunkLocation, Place, SlotId, Source};
+use crate::slots::{ChunkLocation, Place, SlotId, Source, Usage};
 use crate::stats::Stats;
 use crate::stream::Counters;
 
@@ -54,6 +55,8 @@ pub(crate) struct Setup {
     pub paths: Paths,
     /// Each fault maps one page, as with a trace.
     pub alone: bool,
+    /// The worker compacts chunks.
+    pub compacts: bool,
     pub max_steps: u32,
 }
 
@@ -190,12 +193,12 @@ impl World {
     }
 
     /// Returns true if no transfer may be left when a fault has been served: the only handler has
-    /// waited for all of them, and neither a fork, the end of a parent nor a smaller bound of the
-    /// process starts others.
+    /// waited for all of them, and neither a fork, the end of a parent, a smaller bound of the
+    /// process nor compaction starts others.
     pub(crate) fn waits_for_transfers(&self) -> bool {
-        let Setup { paths, handlers, programs, inherits, shared_units, .. } = &self.setup;
+        let Setup { paths, handlers, programs, inherits, shared_units, compacts, .. } = &self.setup;
         let forks = *inherits || programs.iter().any(|p| p.forks > 0);
-        let has_others = *handlers > 1 || forks || shared_units.is_some();
+        let has_others = *handlers > 1 || forks || shared_units.is_some() || *compacts;
         *paths == Paths::Linux && !has_others
     }
 
@@ -317,6 +320,27 @@ impl World {
         }
     }
 
+    /// Compacts the chunks until no chunk can be freed. With a shared bound there may be no blank
+    /// position to read a page to, so that compaction ends early.
+    fn compact_fully(&self, hand: &mut Hand) {
+        let mut pass = Pass::default();
+        let usage = || self.pages.slots().usage();
+        let chunk = u64::from(self.setup.chunk_pages);
+        for _ in 0..20 {
+            let Usage { live, held } = usage();
+            if held - live < chunk {
+                return;
+            }
+            while self.pages.compact(hand, &mut pass).more {}
+        }
+        let Usage { live, held } = usage();
+        let may_end_early = self.setup.shared_units.is_some();
+        assert!(
+            may_end_early || held - live < chunk,
+            "{held} slots in chunks of {chunk} hold {live} pages"
+        );
+    }
+
     /// The last thread: waits until the others have ended, and checks that nothing is left.
     fn finish(self: &Rc<Self>) {
         wait_until("waits for the end of the program", || {
@@ -332,6 +356,9 @@ impl World {
         for _ in 0..100 {
             self.pages.work(&mut hand, 64);
             self.pages.wait_flights(&mut hand);
+        }
+        if self.setup.compacts {
+            self.compact_fully(&mut hand);
         }
         assert!(self.pages.state().late_wakes.is_empty(), "all threads were woken");
         // The model cannot read the content of an overflow file.
@@ -389,6 +416,8 @@ pub(crate) struct Summary {
     pub restored: u64,
     /// Pages mapped that repeat a word.
     pub words: u64,
+    /// Pages that compaction moved.
+    pub compacted: u64,
     /// Calls of the policy.
     pub calls: Calls,
 }
@@ -403,6 +432,7 @@ impl Summary {
         self.read_ahead += other.read_ahead;
         self.restored += other.restored;
         self.words += other.words;
+        self.compacted += other.compacted;
         self.calls.add(&other.calls);
     }
 }
@@ -482,6 +512,7 @@ pub(crate) fn run(
         read_ahead: count(Counter::PagesReadAhead),
         restored: count(Counter::PagesRestored),
         words: count(Counter::PagesWordMapped),
+        compacted: count(Counter::PagesCompacted),
         calls: world.calls(),
     })
 }

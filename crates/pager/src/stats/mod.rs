@@ -140,6 +140,12 @@ pub enum Counter {
     ProcessesCopyingWithoutMove,
     /// 1 in a process whose pages are copied, because the self-test of UFFDIO_MOVE failed.
     ProcessesCopyingAfterTest,
+    /// Gauge: bytes of the pages that have a slot.
+    LiveBytes,
+    /// Gauge: bytes of the chunks held, in the pool and in the overflow file.
+    HeldBytes,
+    /// Pages that compaction moved to another chunk.
+    PagesCompacted,
 }
 
 /// The live counters of this process.
@@ -498,6 +504,13 @@ impl Summary {
         hits.map(|(index, hits)| (bucket_top(index), *hits))
     }
 
+    /// Returns the bytes of the pages that have a slot, divided by those of the chunks held
+    /// (OneSidedMW, figure 8). `None` if no chunk is held.
+    pub fn utilization(&self) -> Option<f64> {
+        let held = self.get(Counter::HeldBytes);
+        (held > 0).then(|| self.get(Counter::LiveBytes) as f64 / held as f64)
+    }
+
     /// Returns the peak of bytes held in the pool, as whole chunks.
     pub fn remote_bytes_peak(&self) -> u64 {
         self.get(Counter::PoolChunksPeak) * self.get(Counter::ChunkBytes)
@@ -542,6 +555,8 @@ mod tests {
         let stats = Stats::shared(&directory).unwrap();
         stats.add(Counter::Faults, 3);
         stats.set(Counter::ChunkBytes, 1 << 20);
+        stats.set(Counter::LiveBytes, 3 << 20);
+        stats.set(Counter::HeldBytes, 4 << 20);
         for us in [1, 2, 100] {
             stats.record_fault(us * 1000);
         }
@@ -561,6 +576,8 @@ mod tests {
         assert!((100.0..113.0).contains(&sum.fault_us(0.99)));
         let text = sum.to_string();
         assert!(text.contains("by the memory node's CPU"), "{text}");
+        assert!(text.contains("75 %   of the chunks' memory has pages"), "{text}");
+        assert_eq!(Stats::private().unwrap().snapshot().utilization(), None, "no chunk");
         assert!(text.contains("of paged memory, the processes' peaks added up"), "{text}");
         assert!(!stats.snapshot().to_string().contains("added up"));
         assert_eq!(sum.get(Counter::UnpagedBytesPeak), 16 << 20, "the sum of both processes");

@@ -131,6 +131,15 @@ impl fmt::Display for Summary {
             chunk / 1024,
             self.get(PoolChunks)
         )?;
+        if let Some(utilization) = self.utilization() {
+            writeln!(
+                f,
+                "  utilization   {:>10.0} %   of the chunks' memory has pages, at the end; \
+                 compaction moved {} pages",
+                100.0 * utilization,
+                self.get(PagesCompacted)
+            )?;
+        }
         if self.get(MappingsUnpaged) > 0 {
             writeln!(
                 f,

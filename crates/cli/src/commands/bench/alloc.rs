@@ -141,8 +141,8 @@ struct Round {
 
 impl Alloc {
     pub fn run(self) -> anyhow::Result<ExitCode> {
-        let donation = Donation { memory: self.memory, chunk: self.chunk };
-        donation.check("bench alloc")?;
+        let donation = Donation { memory: self.memory, chunk: Some(self.chunk) };
+        donation.check(schemes::ONESIDEDMW, "bench alloc")?;
         if let Some(clients) = self.clients.iter().find(|n| !(1..=CLIENTS_MAX).contains(*n)) {
             let text = format!("--clients {clients}: must be 1 to {CLIENTS_MAX}");
             return Err(UsageError(text, "bench alloc").into());
@@ -183,7 +183,7 @@ impl Alloc {
     }
 
     fn settings_of(&self, contender: &Contender, donation: &Donation) -> Settings {
-        let settings = contender.settings(donation.settings());
+        let settings = contender.settings(donation.settings(contender.scheme));
         match contender.scheme.needs_cpu() && self.cores != 1 {
             true => settings.with("cores", self.cores),
             false => settings,
