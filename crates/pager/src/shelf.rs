@@ -90,7 +90,10 @@ pub struct Shelf {
     uses: Vec<Use>,
     records: Vec<Record>,
     links: Vec<Links>,
+    /// Clean positions whose pages no window has read ahead.
     clean: List,
+    /// Clean positions whose pages a window has read ahead, and which were not mapped since.
+    ahead: List,
     dirty: List,
     empty: Bits,
     blank: Bits,
@@ -109,6 +112,7 @@ impl Shelf {
             records: vec![NO_RECORD; positions as usize],
             links: vec![Links { before: NONE, after: NONE }; positions as usize],
             clean: EMPTY_LIST,
+            ahead: EMPTY_LIST,
             dirty: EMPTY_LIST,
             empty,
             blank: Bits::new(positions),
@@ -138,7 +142,12 @@ impl Shelf {
 
     /// Returns the number of clean positions.
     pub fn clean(&self) -> u32 {
-        self.clean.len
+        self.clean.len + self.ahead.len
+    }
+
+    /// Returns the number of clean positions whose pages were read ahead and not mapped since.
+    pub fn ahead(&self) -> u32 {
+        self.ahead.len
     }
 
     /// Returns the number of dirty positions.
@@ -168,14 +177,20 @@ impl Shelf {
         match old {
             Use::Empty => self.empty.set(index, false),
             Use::Blank => self.blank.set(index, false),
-            Use::Clean => unlink(&mut self.links, &mut self.clean, index),
+            Use::Clean => {
+                let (links, list) = self.clean_list(index);
+                unlink(links, list, index);
+            }
             Use::Dirty => unlink(&mut self.links, &mut self.dirty, index),
             Use::Reserved { .. } | Use::Fetching(..) | Use::Writing(..) => {}
         }
         match new {
             Use::Empty => self.empty.set(index, true),
             Use::Blank => self.blank.set(index, true),
-            Use::Clean => append(&mut self.links, &mut self.clean, index),
+            Use::Clean => {
+                let (links, list) = self.clean_list(index);
+                append(links, list, index);
+            }
             Use::Dirty => append(&mut self.links, &mut self.dirty, index),
             Use::Reserved { .. } | Use::Fetching(..) | Use::Writing(..) => {}
         }
@@ -191,8 +206,19 @@ impl Shelf {
 
     /// Sets the use of a position and its record.
     pub fn hold(&mut self, position: Position, new: Use, record: Record) {
-        self.set(position, new);
+        // The old record names the list that the position leaves.
+        self.set(position, Use::Reserved { filled: is_filled(self.used(position)) });
         self.records[position.0 as usize] = record;
+        self.set(position, new);
+    }
+
+    /// Returns the list of a clean position. The record of a clean position keeps its window.
+    fn clean_list(&mut self, index: u32) -> (&mut [Links], &mut List) {
+        let list = match self.records[index as usize].window {
+            Some(_) => &mut self.ahead,
+            None => &mut self.clean,
+        };
+        (&mut self.links, list)
     }
 
     /// Reserves consecutive empty positions: `wanted` of them, at most 64, or the longest run if
@@ -215,15 +241,19 @@ impl Shelf {
         Some((Position(first), count))
     }
 
-    /// Returns the clean position that has been clean for the longest time.
-    pub fn oldest_clean(&self) -> Option<Position> {
-        (self.clean.first != NONE).then_some(Position(self.clean.first))
+    /// Returns the clean position to reclaim next: the oldest one that was not read ahead, or the
+    /// oldest one that was, if there are more than `ahead_max` of these or no others.
+    ///
+    /// The program needs a page that was read ahead soon, and needs an evicted page late or never.
+    pub fn next_to_reclaim(&self, ahead_max: u32) -> Option<Position> {
+        let is_ahead = self.ahead.len > ahead_max || self.clean.first == NONE;
+        let first = if is_ahead { self.ahead.first } else { self.clean.first };
+        (first != NONE).then_some(Position(first))
     }
 
     /// Makes a clean position the newest one.
     pub fn renew_clean(&mut self, position: Position) {
-        unlink(&mut self.links, &mut self.clean, position.0);
-        append(&mut self.links, &mut self.clean, position.0);
+        self.set(position, Use::Clean);
     }
 
     /// Returns the position that has been dirty for the longest time.
@@ -258,7 +288,11 @@ impl Shelf {
         let count =
             |wanted: fn(&Use) -> bool| self.uses.iter().filter(|u| wanted(u)).count() as u32;
         assert_eq!(self.filled, count(|u| is_filled(*u)), "filled positions");
-        assert_eq!(self.clean.len, count(|u| *u == Use::Clean), "clean positions");
+        assert_eq!(self.clean(), count(|u| *u == Use::Clean), "clean positions");
+        let is_ahead =
+            |position| self.used(position) == Use::Clean && self.record(position).window.is_some();
+        let ahead = (0..self.len()).filter(|&index| is_ahead(Position(index))).count();
+        assert_eq!(self.ahead.len as usize, ahead, "positions read ahead");
         assert_eq!(self.dirty.len, count(|u| *u == Use::Dirty), "dirty positions");
         assert_eq!(self.empty.count, count(|u| *u == Use::Empty), "empty positions");
         let blank = count(|u| *u == Use::Blank);
@@ -398,12 +432,28 @@ mod tests {
             shelf.take_empty(1);
             shelf.set(Position(index), Use::Clean);
         }
-        assert_eq!(shelf.oldest_clean(), Some(Position(9)));
+        assert_eq!(shelf.next_to_reclaim(0), Some(Position(9)));
         shelf.renew_clean(Position(9));
         shelf.set(Position(3), Use::Blank);
-        assert_eq!(shelf.oldest_clean(), Some(Position(7)));
+        assert_eq!(shelf.next_to_reclaim(0), Some(Position(7)));
         shelf.set(Position(7), Use::Empty);
-        assert_eq!(shelf.oldest_clean(), Some(Position(9)));
+        assert_eq!(shelf.next_to_reclaim(0), Some(Position(9)));
+    }
+
+    #[test]
+    fn evicted_pages_are_reclaimed_before_those_read_ahead() {
+        let mut shelf = Shelf::new(64);
+        for (index, window) in [(4, Some(WindowId(1))), (5, Some(WindowId(1))), (6, None)] {
+            shelf.hold(Position(index), Use::Clean, Record { window, ..NO_RECORD });
+        }
+        assert_eq!((shelf.clean(), shelf.ahead()), (3, 2));
+        assert_eq!(shelf.next_to_reclaim(2), Some(Position(6)));
+        assert_eq!(shelf.next_to_reclaim(1), Some(Position(4)), "more than one was read ahead");
+        shelf.set(Position(6), Use::Blank);
+        assert_eq!(shelf.next_to_reclaim(2), Some(Position(4)), "no other is left");
+        shelf.renew_clean(Position(4));
+        assert_eq!(shelf.next_to_reclaim(2), Some(Position(5)));
+        shelf.check();
     }
 
     proptest! {

@@ -49,10 +49,17 @@ impl<M: Memory> Pages<M> {
         self.sizes.stock.min(most)
     }
 
-    /// Returns the number of clean positions to keep.
+    /// Returns the number of clean positions to keep: pages that were evicted last, and pages that
+    /// were read ahead for several streams.
     pub(super) fn keep(&self, state: &State) -> u32 {
         let most = if self.lease.is_some() { state.limit / 8 } else { u32::MAX };
-        self.sizes.keep.min(most)
+        self.sizes.keep.min(most) + state.shelf.ahead().min(self.ahead_max(state))
+    }
+
+    /// Returns the number of pages that were read ahead and that stay on the shelf until the
+    /// program needs them: the windows that may be in flight together.
+    pub(super) fn ahead_max(&self, state: &State) -> u32 {
+        self.sizes.window_frames().min(state.limit / 8)
     }
 
     /// Leases more pages if the room is low. Makes no system call.

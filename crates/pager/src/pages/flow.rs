@@ -148,8 +148,7 @@ impl<M: Memory> Pages<M> {
         more
     }
 
-    /// Reclaims clean positions until the stock of blank ones is full, but keeps the newest
-    /// `Sizes::keep` clean ones.
+    /// Reclaims clean positions until the stock of blank ones is full, but keeps some clean ones.
     fn reclaim_surplus(&self, state: &mut State) {
         let ready = state.room() + state.shelf.blank();
         let wanted = self.stock(state).saturating_sub(ready);
@@ -160,12 +159,13 @@ impl<M: Memory> Pages<M> {
     /// Turns the oldest clean positions into blank ones. Their pages become remote. Returns their
     /// number, at most `wanted`.
     pub(super) fn reclaim(&self, state: &mut State, wanted: u32) -> u32 {
+        let ahead_max = self.ahead_max(state);
         let mut done = 0;
         for _ in 0..state.shelf.clean() {
             if done == wanted {
                 break;
             }
-            let Some(position) = state.shelf.oldest_clean() else { break };
+            let Some(position) = state.shelf.next_to_reclaim(ahead_max) else { break };
             if self.reclaim_one(state, position) {
                 done += 1;
             } else {

@@ -193,13 +193,13 @@ impl World {
     }
 
     /// Returns true if no transfer may be left when a fault has been served: the only handler has
-    /// waited for all of them, and neither a fork, the end of a parent, a smaller bound of the
-    /// process nor compaction starts others.
+    /// waited for all of them, and others are started neither by mremap, a fork, the end of a
+    /// parent, a smaller bound of the process nor compaction.
     pub(crate) fn waits_for_transfers(&self) -> bool {
         let Setup { paths, handlers, programs, inherits, shared_units, compacts, .. } = &self.setup;
-        let forks = *inherits || programs.iter().any(|p| p.forks > 0);
-        let has_others = *handlers > 1 || forks || shared_units.is_some() || *compacts;
-        *paths == Paths::Linux && !has_others
+        let programs = programs.iter().any(|p| p.forks > 0 || p.moves > 0);
+        let others = *handlers > 1 || *inherits || shared_units.is_some() || *compacts;
+        *paths == Paths::Linux && !programs && !others
     }
 
     /// Locks the protections as the pager's threads do.
