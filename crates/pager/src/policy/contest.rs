@@ -16,10 +16,9 @@ use std::collections::HashMap;
 use std::hash::BuildHasherDefault;
 use std::io;
 
-use units::Random;
-
-use super::runs::{LeftWindows, PageHasher, PageSet, RunQueue, compact};
-use super::{Policy, RUN_PAGES, Run};
+use super::queues::Queues;
+use super::runs::PageHasher;
+use super::{Policy, Run};
 
 /// A rule that names victims.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,8 +59,6 @@ pub const SETTINGS: Settings =
 
 /// Contests whose victims are remembered at most.
 const CONTESTS_MAX: usize = 128;
-/// The newly arrived pages that wait at least: two windows of a stream.
-const NEW_PAGES_MIN: u32 = 2 * RUN_PAGES;
 
 /// The victims of a contest that the program has not needed yet.
 type Victims = [Option<Run>; RULES.len()];
@@ -70,20 +67,7 @@ type Victims = [Option<Run>; RULES.len()];
 #[derive(Debug)]
 pub struct Contest {
     settings: Settings,
-    limit: u32,
-    random: Random,
-    set: PageSet,
-    main: RunQueue,
-    /// Newly arrived pages.
-    new: RunQueue,
-    /// Windows that were left, the oldest first. Their pages are in the other queues too.
-    left: LeftWindows,
-    /// Pages that the program does not need soon. They are in another queue too.
-    unneeded: LeftWindows,
-    since_victim: u32,
-    /// Victims that were returned since pages arrived last. If the main queue has only pages that
-    /// cannot leave, new ones must.
-    returned: u32,
+    queues: Queues,
     /// `points[a][b]`: how often a victim of rule `a` was needed after that of rule `b`.
     points: [[f32; RULES.len()]; RULES.len()],
     /// Index of the followed rule.
@@ -119,15 +103,7 @@ impl Contest {
         let victims = contests * RULES.len() * settings.pages as usize;
         Ok(Self {
             settings,
-            limit,
-            random: Random::new(seed),
-            set: PageSet::new(end)?,
-            main: RunQueue::new(limit),
-            new: RunQueue::new(limit),
-            left: LeftWindows::new(),
-            unneeded: LeftWindows::new(),
-            since_victim: u32::MAX,
-            returned: 0,
+            queues: Queues::new(limit, end, seed)?,
             points: [[0.0; RULES.len()]; RULES.len()],
             followed: RULES.iter().position(|rule| *rule == settings.first).unwrap_or(0),
             runs: 0,
@@ -144,18 +120,6 @@ impl Contest {
     /// Returns the rule that names most victims.
     pub fn followed(&self) -> Rule {
         RULES[self.followed]
-    }
-
-    fn window(&self) -> u32 {
-        (self.limit / 50).max(NEW_PAGES_MIN.min(self.limit / 8))
-    }
-
-    fn add(&mut self, run: Run) {
-        self.returned = 0;
-        let is_full = self.since_victim <= (self.limit / 8).max(4 * RUN_PAGES);
-        self.since_victim = self.since_victim.saturating_add(run.pages);
-        let queue = if is_full { &mut self.new } else { &mut self.main };
-        self.set.insert(run, |part| queue.push(part, 0));
     }
 
     /// Gives points for pages that the program needs again.
@@ -200,31 +164,26 @@ impl Contest {
             self.followed = best;
         }
         self.turns.extend(0..RULES.len());
-        let mut order = [0; RULES.len()];
-        order.copy_from_slice(&self.turns);
-        self.random.shuffle(&mut order);
-        self.turns.copy_from_slice(&order);
+        self.queues.random.shuffle(&mut self.turns);
     }
 
     /// Takes a victim by a rule, if it can name one.
     fn take(&mut self, rule: Rule, max: u32) -> Option<Run> {
-        let Self { main, left, set, random, .. } = self;
+        let queues = &mut self.queues;
+        let window = queues.window(8);
         let run = match rule {
-            Rule::Random => main.take_random(set, random, max)?,
-            Rule::Oldest => main.take(set, max)?,
-            Rule::Left => left.take(set, max).or_else(|| main.take_random(set, random, max))?,
-            Rule::Newest if self.new.len() > self.window() => {
-                return self.new.take(&mut self.set, max);
-            }
+            Rule::Random => queues.take_random(max)?,
+            Rule::Oldest => queues.take_main(max)?,
+            Rule::Left => queues.take_left(max)?,
+            Rule::Newest if queues.new.len() > window => return queues.take_new(max),
             Rule::Newest => return None,
         };
         // In place of an old run, as many new pages are kept.
         let mut moved = 0;
-        while moved < run.pages && self.new.len() > self.window() {
-            let (run, credit) = self.new.pop()?;
+        while moved < run.pages && queues.new.len() > window {
+            let (run, credit) = queues.new.pop()?;
             moved += run.pages;
-            let main = &mut self.main;
-            self.set.each_part(run, |part| main.push(part, credit));
+            queues.set.each_part(run, |part| queues.main.push(part, credit));
         }
         Some(run)
     }
@@ -232,54 +191,46 @@ impl Contest {
 
 impl Policy for Contest {
     fn arrived(&mut self, run: Run) {
-        self.add(run);
+        self.queues.add(run, self.queues.is_full(), 0);
     }
 
     fn refetched(&mut self, run: Run, _recent: bool) {
         self.needed(run);
-        self.add(run);
+        self.arrived(run);
     }
 
     fn restored(&mut self, run: Run) {
         self.needed(run);
-        self.returned = 0;
-        self.since_victim = self.since_victim.saturating_add(run.pages);
-        let main = &mut self.main;
-        self.set.insert(run, |part| main.push(part, 1));
+        self.queues.add(run, false, 1);
     }
 
     fn returned(&mut self, run: Run) {
-        self.returned = self.returned.saturating_add(run.pages);
         // A page that cannot leave says nothing about the rule that named it.
         for page in run.start..run.end() {
             if let Some((contest, rule)) = self.victim(page) {
                 self.forget(contest, rule);
             }
         }
-        let main = &mut self.main;
-        self.set.insert(run, |part| main.push(part, 0));
+        self.queues.put_back(run);
     }
 
     fn left_behind(&mut self, run: Run) {
-        self.left.push(run);
+        self.queues.left.push(run);
     }
 
     fn unneeded(&mut self, run: Run) {
-        self.unneeded.join(run);
+        self.queues.unneeded.join(run);
     }
 
     fn removed(&mut self, run: Run) {
-        self.set.remove(run);
-        compact(&mut self.set, &mut self.main, &mut self.new);
+        self.queues.remove(run);
     }
 
     fn victim_run(&mut self, max: u32) -> Option<Run> {
-        self.since_victim = 0;
-        if let Some(run) = self.unneeded.next(max, |run| self.set.first_part(run)) {
-            self.removed(run);
+        if let Some(run) = self.queues.take_unneeded(max) {
             return Some(run);
         }
-        let between = 2 * self.limit / self.contests.len() as u32;
+        let between = 2 * self.queues.limit / self.contests.len() as u32;
         let is_due = self.runs >= self.settings.every && self.evicted >= between;
         if is_due && self.turns.is_empty() {
             self.begin();
@@ -297,33 +248,32 @@ impl Policy for Contest {
                 }
             }
         }
-        if victim.is_none() && self.returned > self.main.len() {
-            victim = self.new.take(&mut self.set, max);
+        if victim.is_none() && self.queues.is_stuck() {
+            victim = self.queues.take_new(max);
         }
         let victim = victim
             .or_else(|| self.take(self.followed(), max))
             .or_else(|| self.take(Rule::Random, max))
-            .or_else(|| self.new.take(&mut self.set, max))?;
+            .or_else(|| self.queues.take_new(max));
+        self.queues.end_choice();
+        let victim = victim?;
         self.runs += 1;
         self.evicted = self.evicted.saturating_add(victim.pages);
-        // The pages of a window that was left are stale in the queues now.
-        compact(&mut self.set, &mut self.main, &mut self.new);
         Some(victim)
     }
 
     fn pages(&self) -> u32 {
-        self.set.len()
+        self.queues.set.len()
     }
 
     fn holds(&self, page: u32) -> bool {
-        self.set.has(page)
+        self.queues.set.has(page)
     }
 }
 
 #[cfg(test)]
 impl Contest {
     pub(super) fn capacity(&self) -> usize {
-        let queues = self.main.capacity() + self.new.capacity() + self.left.capacity();
-        queues + self.unneeded.capacity() + self.victims.capacity() + self.turns.capacity()
+        self.queues.capacity() + self.victims.capacity() + self.turns.capacity()
     }
 }

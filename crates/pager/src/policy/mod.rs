@@ -28,6 +28,7 @@ pub mod contest;
 #[cfg(test)]
 pub(crate) mod counted;
 pub mod duel;
+mod queues;
 pub mod rules;
 mod runs;
 #[cfg(test)]

@@ -83,7 +83,7 @@ fn runs_of(block: u32, mut bits: u64, mut visit: impl FnMut(Run)) {
 }
 
 /// A set of pages, as one bit for each page: two words for each block. The first word has the
-/// pages, the second one is used by [`compact`].
+/// pages, the second one is used by [`RunQueue::compact`].
 #[derive(Debug)]
 pub(super) struct PageSet {
     words: Words,
@@ -276,7 +276,7 @@ impl RunQueue {
     }
 
     /// Drops stale parts, and all but the first part of a page. Marks the pages that are left.
-    fn compact(&mut self, set: &mut PageSet) {
+    pub fn compact(&mut self, set: &mut PageSet) {
         self.pages = 0;
         let before = self.runs.len();
         let mut is_first = true;
@@ -294,19 +294,8 @@ impl RunQueue {
         }
     }
 
-    fn unmark(&self, set: &mut PageSet) {
+    pub fn unmark(&self, set: &mut PageSet) {
         self.runs.iter().for_each(|queued| set.unmark(queued.run()));
-    }
-}
-
-/// Drops the stale parts of two queues if there are many. Where both have a page, the first one
-/// keeps it.
-pub(super) fn compact(set: &mut PageSet, main: &mut RunQueue, new: &mut RunQueue) {
-    if main.len() + new.len() > compact_from(set.len()) {
-        main.compact(set);
-        new.compact(set);
-        main.unmark(set);
-        new.unmark(set);
     }
 }
 
@@ -399,18 +388,5 @@ mod tests {
         let left: Vec<_> = std::iter::from_fn(|| main.pop()).collect();
         let expected = [(8, 8, 0), (100, 4, 1), (200, 2, 0), (205, 3, 0), (0, 8, 0)];
         assert_eq!(left, expected.map(|(start, pages, credit)| (run(start, pages), credit)));
-    }
-
-    #[test]
-    fn queues_with_many_stale_pages_are_compacted() {
-        let mut set = PageSet::new(1 << 20).unwrap();
-        let (mut main, mut new) = (RunQueue::new(64), RunQueue::new(64));
-        for at in 0..10 * STALE_PAGES {
-            let page = Run { start: 2 * at, pages: 1 };
-            set.insert(page, |part| main.push(part, 0));
-            set.remove(page);
-            compact(&mut set, &mut main, &mut new);
-            assert!(main.len() <= STALE_PAGES);
-        }
     }
 }

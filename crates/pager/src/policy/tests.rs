@@ -238,6 +238,18 @@ fn stale_entries_take_no_memory_beyond_that_of_the_start() {
 }
 
 #[test]
+fn queues_with_many_stale_pages_are_compacted() {
+    let mut queues = queues::Queues::new(64, 1 << 20, 0).unwrap();
+    let stale_max = runs::compact_from(0);
+    for at in 0..10 * stale_max {
+        let page = Run { start: 2 * at, pages: 1 };
+        queues.add(page, false, 0);
+        queues.remove(page);
+        assert!(queues.main.len() <= stale_max);
+    }
+}
+
+#[test]
 fn single_pages_of_a_full_memory_take_no_memory_beyond_that_of_the_start() {
     for name in Name::ALL {
         let mut policy = policy(name, 0);
