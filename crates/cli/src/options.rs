@@ -270,7 +270,7 @@ mod tests {
         assert_eq!(check("1GiB", "512"), Ok(()));
         let default = Donation { memory: "8KiB".parse().unwrap(), chunk: None };
         assert_eq!(default.settings(schemes::ODRP).chunk_bytes, 4096);
-        assert_eq!(default.check(schemes::ODRP, "run"), Ok(()));
+        assert!(default.check(schemes::ODRP, "run").is_ok());
         assert!(default.check(schemes::ONESIDEDMW, "run").is_err(), "1 MiB does not fit");
         assert_eq!(check("1GiB", "1GiB"), Ok(()));
         for (memory, chunk, why) in [

@@ -74,7 +74,7 @@ pub struct Settings {
     /// Number of threads with contexts. A further thread takes the contexts of the thread whose
     /// last fault is oldest.
     pub threads: u32,
-    /// Reads aligned clusters ahead, and follows no streams ([`cluster`]).
+    /// Reads aligned clusters ahead, and follows no streams (`cluster`).
     pub clusters: bool,
 }
 
