@@ -22,58 +22,70 @@ pub(crate) struct Item {
 /// Words of an item.
 const ITEM_WORDS: usize = 3;
 
-/// The map. Writers must exclude each other.
-pub(crate) struct Latch {
-    /// Each copy is a count, and then the items.
-    words: *const AtomicU64,
-    capacity: usize,
-    /// Number of changes; the lowest bit selects the active copy.
-    version: AtomicU64,
+/// Atomic words that start as zeros. A model checker can replace the machine's memory.
+pub(crate) trait Words {
+    /// Loads a word.
+    fn load(&self, index: usize, order: Ordering) -> u64;
+    /// Stores a word.
+    fn store(&self, index: usize, value: u64, order: Ordering);
+    /// A fence between such words.
+    fn fence(order: Ordering);
 }
 
-// SAFETY: all access to the words is atomic, and they are unmapped only on drop.
-unsafe impl Send for Latch {}
-// SAFETY: as above.
-unsafe impl Sync for Latch {}
+/// The map. Writers must exclude each other.
+pub(crate) struct Latch<W: Words = Mapped> {
+    /// The number of changes, whose lowest bit selects the active copy, and then the copies. Each
+    /// copy is a count, and then the items.
+    words: W,
+    capacity: usize,
+}
+
+/// Index of the word with the number of changes.
+const VERSION: usize = 0;
 
 impl Latch {
     /// Creates an empty map for at most `capacity` items.
     pub fn new(capacity: usize) -> io::Result<Self> {
-        let words = sys::map_anonymous(Self::bytes(capacity))? as *const AtomicU64;
-        Ok(Self { words, capacity, version: AtomicU64::new(0) })
+        Ok(Self { words: Mapped::new(words_of(capacity))?, capacity })
     }
+}
 
-    fn bytes(capacity: usize) -> usize {
-        2 * 8 * (1 + ITEM_WORDS * capacity)
-    }
+/// Returns the number of words of a map.
+fn words_of(capacity: usize) -> usize {
+    1 + 2 * (1 + ITEM_WORDS * capacity)
+}
 
+impl<W: Words> Latch<W> {
     /// Returns the maximum number of items.
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    fn word(&self, version: u64, index: usize) -> &AtomicU64 {
+    /// Returns the index of a word of a copy.
+    fn index(&self, version: u64, index: usize) -> usize {
         let per_copy = 1 + ITEM_WORDS * self.capacity;
-        assert!(index < per_copy);
-        // SAFETY: in bounds; anonymous memory starts as zeros and is only accessed as atomics.
-        unsafe { &*self.words.add((version & 1) as usize * per_copy + index) }
+        1 + (version & 1) as usize * per_copy + index
+    }
+
+    fn word(&self, version: u64, index: usize) -> u64 {
+        self.words.load(self.index(version, index), Ordering::Relaxed)
     }
 
     fn count(&self, version: u64) -> usize {
-        self.word(version, 0).load(Ordering::Relaxed) as usize
+        self.word(version, 0) as usize
     }
 
     fn item(&self, version: u64, at: usize) -> Item {
-        let word = |part| self.word(version, 1 + ITEM_WORDS * at + part).load(Ordering::Relaxed);
+        let word = |part| self.word(version, 1 + ITEM_WORDS * at + part);
         Item { start: word(0), end: word(1), value: word(2) }
     }
 
     fn read<T>(&self, look: impl Fn(u64) -> T) -> T {
         loop {
-            let version = self.version.load(Ordering::Acquire);
+            let version = self.words.load(VERSION, Ordering::Acquire);
             let found = look(version);
-            fence(Ordering::Acquire);
-            if self.version.load(Ordering::Relaxed) == version {
+            W::fence(Ordering::Acquire);
+            if self.words.load(VERSION, Ordering::Relaxed) == version {
                 return found;
             }
         }
@@ -118,25 +130,68 @@ impl Latch {
     /// Replaces all items. They are ascending and disjoint, and at most as many as fit.
     pub fn set(&self, items: &[Item]) {
         assert!(items.len() <= self.capacity, "{} items of {}", items.len(), self.capacity);
-        let version = self.version.load(Ordering::Relaxed) + 1;
+        let version = self.words.load(VERSION, Ordering::Relaxed) + 1;
         // Readers of the copy that changes now must see the previous change of the version.
-        fence(Ordering::Release);
-        let set = |index, value| self.word(version, index).store(value, Ordering::Relaxed);
+        W::fence(Ordering::Release);
+        let set = |index, value| {
+            self.words.store(self.index(version, index), value, Ordering::Relaxed);
+        };
         set(0, items.len() as u64);
         for (at, item) in items.iter().enumerate() {
             for (part, value) in [item.start, item.end, item.value].into_iter().enumerate() {
                 set(1 + ITEM_WORDS * at + part, value);
             }
         }
-        self.version.store(version, Ordering::Release);
+        self.words.store(VERSION, version, Ordering::Release);
     }
 }
 
-impl Drop for Latch {
+/// Words of anonymous memory.
+pub(crate) struct Mapped {
+    start: *const AtomicU64,
+    len: usize,
+}
+
+// SAFETY: all access to the words is atomic, and they are unmapped only on drop.
+unsafe impl Send for Mapped {}
+// SAFETY: as above.
+unsafe impl Sync for Mapped {}
+
+impl Mapped {
+    fn new(len: usize) -> io::Result<Self> {
+        let start = sys::map_anonymous(8 * len)? as *const AtomicU64;
+        Ok(Self { start, len })
+    }
+
+    fn word(&self, index: usize) -> &AtomicU64 {
+        assert!(index < self.len);
+        // SAFETY: in bounds; anonymous memory starts as zeros and is only accessed as atomics.
+        unsafe { &*self.start.add(index) }
+    }
+}
+
+impl Words for Mapped {
+    #[inline]
+    fn load(&self, index: usize, order: Ordering) -> u64 {
+        self.word(index).load(order)
+    }
+
+    #[inline]
+    fn store(&self, index: usize, value: u64, order: Ordering) {
+        self.word(index).store(value, order);
+    }
+
+    #[inline]
+    fn fence(order: Ordering) {
+        fence(order);
+    }
+}
+
+impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: the map owns its words, and no reference outlives it.
+        // SAFETY: this value owns the words, and no reference outlives it.
         unsafe {
-            let _ = sys::unmap_anonymous(self.words as usize, Self::bytes(self.capacity));
+            let _ = sys::unmap_anonymous(self.start as usize, 8 * self.len);
         }
     }
 }
@@ -188,5 +243,55 @@ mod tests {
             done.store(true, Ordering::Release);
             assert!(reader.join().unwrap() > 0, "the reader saw no change");
         });
+    }
+
+    /// Words of the model checker. `FENCES` selects whether its fences have an effect.
+    struct Modelled<const FENCES: bool>(Vec<loom::sync::atomic::AtomicU64>);
+
+    impl<const FENCES: bool> Words for Modelled<FENCES> {
+        fn load(&self, index: usize, order: Ordering) -> u64 {
+            self.0[index].load(order)
+        }
+
+        fn store(&self, index: usize, value: u64, order: Ordering) {
+            self.0[index].store(value, order);
+        }
+
+        fn fence(order: Ordering) {
+            if FENCES {
+                loom::sync::atomic::fence(order);
+            }
+        }
+    }
+
+    /// A writer changes the map twice while a reader loads its item, in every order of their loads
+    /// and stores that C11 allows.
+    fn reader_and_writer<const FENCES: bool>() {
+        const CAPACITY: usize = 1;
+        let zero = || loom::sync::atomic::AtomicU64::new(0);
+        let words = Modelled::<FENCES>((0..words_of(CAPACITY)).map(|_| zero()).collect());
+        let latch = loom::sync::Arc::new(Latch { words, capacity: CAPACITY });
+        latch.set(&[item(1, 2, 1)]);
+        let writer = loom::thread::spawn({
+            let latch = latch.clone();
+            move || (2..4).for_each(|round| latch.set(&[item(round, round + 1, round)]))
+        });
+        let found = latch.all();
+        assert_eq!(found.len(), 1);
+        let round = found[0].value;
+        assert_eq!(found[0], item(round, round + 1, round));
+        writer.join().unwrap();
+        assert_eq!(latch.find(3), Some(item(3, 4, 3)));
+    }
+
+    #[test]
+    fn no_reader_sees_a_mixture_of_two_changes() {
+        crate::wake::check(reader_and_writer::<true>);
+    }
+
+    #[test]
+    #[should_panic(expected = "left == right")]
+    fn without_fences_a_reader_sees_a_mixture() {
+        crate::wake::check(reader_and_writer::<false>);
     }
 }

@@ -7,7 +7,7 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::sys;
+use crate::wake::Futex;
 
 /// Futex values.
 const TAKEN: u32 = 0;
@@ -15,8 +15,8 @@ const VACANT: u32 = 1;
 
 /// The right to read events. At most one thread has it.
 #[derive(Debug)]
-pub(crate) struct Leadership {
-    state: AtomicU32,
+pub(crate) struct Leadership<F: Futex = AtomicU32> {
+    state: F,
 }
 
 impl Default for Leadership {
@@ -25,18 +25,18 @@ impl Default for Leadership {
     }
 }
 
-impl Leadership {
+impl<F: Futex> Leadership<F> {
     /// Waits until the leadership is vacant, and takes it.
     pub fn take(&self) {
-        while self.state.swap(TAKEN, Ordering::Acquire) == TAKEN {
-            sys::futex_wait(&self.state, TAKEN, None);
+        while !self.state.replace(VACANT, TAKEN) {
+            self.state.sleep(TAKEN);
         }
     }
 
     /// Gives the leadership to a thread that waits for it, or to the next one that asks.
     pub fn hand_over(&self) {
         self.state.store(VACANT, Ordering::Release);
-        sys::futex_wake(&self.state);
+        self.state.wake_one();
     }
 }
 
@@ -66,5 +66,31 @@ mod tests {
             })
             .collect();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
+    }
+
+    /// Three threads lead once each, in every order of their loads and stores that C11 allows.
+    #[test]
+    fn each_thread_leads_in_every_order() {
+        use crate::wake::model::Modelled;
+        type Shared = (Leadership<Modelled<true>>, loom::cell::UnsafeCell<u32>);
+        crate::wake::check(|| {
+            let leadership = Leadership { state: Modelled::new(VACANT) };
+            // Loom reports two threads that access the cell at once.
+            let shared = loom::sync::Arc::new((leadership, loom::cell::UnsafeCell::new(0)));
+            let lead = |(leadership, led): &Shared| {
+                leadership.take();
+                // SAFETY: only the leader accesses the cell, and loom checks this.
+                led.with_mut(|led| unsafe { *led += 1 });
+                leadership.hand_over();
+            };
+            let others = [(); 2].map(|()| {
+                let shared = shared.clone();
+                loom::thread::spawn(move || lead(&shared))
+            });
+            lead(&shared);
+            others.into_iter().for_each(|thread| thread.join().unwrap());
+            // SAFETY: the other threads have ended.
+            assert_eq!(shared.1.with(|led| unsafe { *led }), 3);
+        });
     }
 }

@@ -84,6 +84,7 @@ mod trace_recorder;
 pub mod transport;
 pub mod uffd;
 pub mod unpaged;
+mod wake;
 mod worker;
 
 use std::io;

@@ -150,7 +150,7 @@ pub struct Pager {
     pub(crate) unreadable: Mutex<RangeSet>,
     /// Futex: incremented to wake the worker.
     pub(crate) worker_wakes: AtomicU32,
-    pub(crate) worker_sleeps: AtomicBool,
+    pub(crate) worker_sleeps: AtomicU32,
     pub(crate) leadership: Leadership,
     /// Where a thread of `granary run` keeps the second core awake, the page that it reads.
     pub(crate) fault_times: Option<FaultTimes>,
@@ -315,7 +315,7 @@ impl Pager {
             advised_out: Mutex::default(),
             region,
             worker_wakes: AtomicU32::new(0),
-            worker_sleeps: AtomicBool::new(false),
+            worker_sleeps: AtomicU32::new(0),
             leadership: Leadership::default(),
             fault_times,
             forks: Forks::default(),

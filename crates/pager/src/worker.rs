@@ -15,6 +15,7 @@ use crate::pages::Hand;
 use crate::stats::Counter;
 use crate::sys;
 use crate::unpaged;
+use crate::wake::{end_sleep, may_sleep, must_wake};
 
 /// Maximum number of pages that the worker takes out at once.
 const BATCH_PAGES: u32 = 64;
@@ -43,14 +44,12 @@ impl Pager {
             let compaction_ms = self.compact(&mut hand, &mut compactor);
             self.pages.update_gauges();
             let compaction_due_ns = sys::now_ns() + 1_000_000 * compaction_ms;
-            self.worker_sleeps.store(true, Ordering::SeqCst);
-            while self.worker_event().load(Ordering::SeqCst) == seen {
+            let mut sleeps = may_sleep(&self.worker_sleeps, self.worker_event(), seen);
+            while sleeps {
                 let next_ms = ms_until(sample_due_ns.min(compaction_due_ns));
                 self.wait_for_work(seen, next_ms.min(review.pause_ms(self)));
-                if self.worker_event().load(Ordering::SeqCst) != seen {
-                    break;
-                }
-                if sys::now_ns() >= sample_due_ns {
+                sleeps = self.worker_event().load(Ordering::Acquire) == seen;
+                if sleeps && sys::now_ns() >= sample_due_ns {
                     pause_ms = self.sample_unpaged(pause_ms);
                     sample_due_ns = sys::now_ns() + 1_000_000 * pause_ms;
                     break;
@@ -59,7 +58,7 @@ impl Pager {
                     break;
                 }
             }
-            self.worker_sleeps.store(false, Ordering::SeqCst);
+            end_sleep(&self.worker_sleeps);
         }
     }
 
@@ -90,8 +89,7 @@ impl Pager {
         if !always && (self.reclaimer != Reclaimer::Worker || !self.pages.has_work()) {
             return;
         }
-        self.worker_event().fetch_add(1, Ordering::AcqRel);
-        if self.worker_sleeps.load(Ordering::SeqCst) {
+        if must_wake(&self.worker_sleeps, self.worker_event()) {
             match self.pages.lease() {
                 Some(_) => sys::futex_wake_shared(self.worker_event()),
                 None => sys::futex_wake(self.worker_event()),
