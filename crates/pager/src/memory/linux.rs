@@ -381,9 +381,13 @@ impl LinuxMemory {
     /// Moves a page within the program's memory by copying it. Returns true if it was mapped.
     fn copy_within(&self, source: usize, target: usize) -> bool {
         const WHAT: &str = "move a page for mremap";
+        // Only the descriptor table of the pager's threads keeps the reader's descriptor, and a
+        // thread of the program moves this page.
+        let own = (!descriptor::has_own_table()).then(ProgramReader::open);
+        let reader = own.as_ref().unwrap_or(&self.reader);
         let mut copy = [0u64; PAGE_BYTES / 8];
         // SAFETY: a local array.
-        match unsafe { self.reader.read(source, copy.as_mut_ptr().cast(), PAGE_BYTES) } {
+        match unsafe { reader.read(source, copy.as_mut_ptr().cast(), PAGE_BYTES) } {
             Ok(0) => return false,
             Ok(_) => {}
             Err(error) => fatal(WHAT, &error),

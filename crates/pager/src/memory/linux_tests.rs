@@ -336,6 +336,25 @@ fn page_moves_within_the_program_with_its_content() {
     });
 }
 
+/// The descriptor tables of the program's threads have no reader after the start of the pager's
+/// threads.
+#[test]
+fn page_is_copied_within_the_program_by_a_thread_without_the_reader() {
+    let f = Fixture::with(Pages::Copy, Features::default());
+    f.fill(1, 1);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // SAFETY: gives this thread a descriptor table of its own.
+            assert_eq!(unsafe { libc::unshare(libc::CLONE_FILES) }, 0);
+            let reader = f.memory.reader.descriptor().expect("/proc is mounted");
+            // SAFETY: closes the copy in this thread's table only.
+            assert_eq!(unsafe { libc::close(reader) }, 0);
+            assert!(f.memory.relocate(PageId(1), PageId(11)));
+        });
+    });
+    assert_eq!([f.page(1), f.page(11)], [None, Some(1)]);
+}
+
 #[test]
 fn no_page_is_taken_out_or_put_in_during_a_fork() {
     let _forks = FORKS.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
