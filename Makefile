@@ -69,6 +69,8 @@ test-full: test ## Run more and longer tests, tests with Linux's soft-RoCE in qe
 	    --ignored --nocapture --test-threads 1
 	TEST_SECONDS=1800 taskset -c 0 $(TEST) --workspace
 	GRANARY_TEST_UNPRIVILEGED=1 $(TEST) --workspace --test pager_forks
+	# The way of kernels that cannot move pages.
+	GRANARY_PAGES=copy TEST_SECONDS=1800 $(TEST) -p granary-tests --test 'pager_*' --test pool_resident
 	# All benchmarks in full, with the build of the tests above. Pictures go to a temporary directory.
 	out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && \
 	    $(MAKE) --no-print-directory benchmarks OUT="$$out"

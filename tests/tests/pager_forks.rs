@@ -99,6 +99,11 @@ fn process_family_keeps_its_page_contents() {
 }
 
 #[test]
+fn grandchildren_of_a_child_that_becomes_paged_have_their_pages() {
+    self_checking("grandchildren", include_str!("pager_programs/grandchildren.c"), &[&[]]);
+}
+
+#[test]
 fn daemon_outlives_its_parent() {
     self_checking("daemon", include_str!("pager_programs/daemon.c"), &[&["libc"], &["double"]]);
 }

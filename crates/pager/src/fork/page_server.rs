@@ -433,7 +433,9 @@ impl<'a> PageServer<'a> {
         }
         if child.channel.is_some() {
             if child.pages_served >= 2 * PAGES_BEFORE_PROMOTION {
-                // The promotion is in progress, and the promoted child serves this fault itself.
+                // The promoted child serves this fault itself. A child of a light child starts with the
+                // number of pages of its parent, and its own promotion may not be requested yet.
+                child.request_promotion();
                 return;
             }
         } else if child.pages_served >= pager.pages.sizes.limit {
