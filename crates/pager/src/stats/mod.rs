@@ -395,7 +395,8 @@ impl Summary {
         if bytes(other) > bytes(self) {
             self.unpaged.clone_from(&other.unpaged);
         }
-        for (index, (mine, theirs)) in self.words.iter_mut().zip(&other.words).enumerate() {
+        // The first word is the format's.
+        for (index, (mine, theirs)) in self.words.iter_mut().zip(&other.words).enumerate().skip(1) {
             if index == Counter::ChunkBytes as usize {
                 *mine = (*mine).max(*theirs);
             } else if !NAME.contains(&index) {
@@ -570,6 +571,9 @@ mod tests {
         let sum = Summary::read(&directory).unwrap();
         std::fs::remove_dir_all(&directory).unwrap();
         assert_eq!((sum.processes(), sum.faults()), (2, 6));
+        let mut many = Summary::default();
+        (0..1000).for_each(|_| many.add(&sum));
+        assert_eq!((many.processes(), many.faults()), (2000, 6000));
         assert_eq!(sum.get(Counter::ChunkBytes), 1 << 20);
         assert!((sum.fault_us_mean() - 103.0 / 3.0).abs() < 0.01);
         assert!((2.0..2.3).contains(&sum.fault_us(0.5)), "{}", sum.fault_us(0.5));
