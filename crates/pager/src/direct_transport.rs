@@ -14,9 +14,16 @@
 //!   user, such as a child that has changed its user;
 //! - where the system refuses the system call: beyond `RLIMIT_FSIZE`, or if memory is short.
 
-use pool::{Address, ChunkMemory, DefaultNic};
+use std::io;
+use std::os::fd::BorrowedFd;
+
+use pool::{Address, ChunkMemory, ChunkPart, DefaultNic};
 
 use crate::Error;
+use crate::assist::link::Link;
+use crate::assist::protocol::Message;
+use crate::assist::ring::{Item, Producer};
+use crate::assist::transport::{AssistTransport, Assisted};
 use crate::pool_transport::{self, PoolTransport};
 use crate::sys::PAGE_BYTES;
 use crate::transport::{
@@ -25,7 +32,7 @@ use crate::transport::{
 };
 
 /// A transport that moves pages by `pread` and `pwrite`.
-struct DirectTransport {
+pub(crate) struct DirectTransport {
     memory: ChunkMemory,
     /// Allocates chunks, and moves pages where `memory` cannot.
     pool: PoolTransport<DefaultNic>,
@@ -43,7 +50,42 @@ pub fn connect(nodes: &[Address], frames: u32) -> Result<Box<dyn Transport>, Err
     Ok(Box::new(pool))
 }
 
+/// As [`connect`], with an assist if its process at the other end of `link` accepts the session.
+pub fn connect_with_assist(
+    nodes: &[Address],
+    frames: u32,
+    link: Link,
+) -> Result<Box<dyn Transport>, Error> {
+    let mut shared = false;
+    let mut share = |file: BorrowedFd<'_>| {
+        shared = link.share_frames(file, frames as usize * PAGE_BYTES).is_ok();
+    };
+    let pool = pool_transport::connect_showing(nodes, frames, &mut share)?;
+    if let [Address::Shm(path)] = nodes
+        && let Ok(memory) = ChunkMemory::open(path)?
+    {
+        let direct = DirectTransport { memory, pool };
+        return Ok(match shared.then(|| direct.begin_session(&link)) {
+            Some(Ok(producer)) => Box::new(AssistTransport::new(Box::new(direct), link, producer)),
+            _ => Box::new(direct),
+        });
+    }
+    Ok(Box::new(pool))
+}
+
 impl DirectTransport {
+    /// Gives the assist what it needs to move pages between the frames, which it has, and chunks.
+    fn begin_session(&self, link: &Link) -> io::Result<Producer> {
+        for (ChunkPart { address, bytes }, file) in self.memory.parts() {
+            link.send(&Message::Chunks { address, bytes }, Some(file))?;
+        }
+        let control = self.pool.control().ok_or(io::ErrorKind::NotConnected)?;
+        // SAFETY: the connection lives as long as the transport.
+        let control = unsafe { BorrowedFd::borrow_raw(control) };
+        link.send(&Message::Control, Some(control))?;
+        link.share_ring()
+    }
+
     /// Moves pages with `call`. Its arguments are an address in the chunk memory, a byte offset in
     /// the frames and a number of bytes. Returns false if a call fails.
     fn each(
@@ -122,6 +164,17 @@ impl Transport for DirectTransport {
     fn descriptors(&self, keep: &mut Vec<i32>) {
         self.pool.descriptors(keep);
         keep.extend(self.memory.descriptors());
+    }
+}
+
+impl Assisted for DirectTransport {
+    fn item(&self, io: &PageIo) -> Item {
+        let address = self.pool.address(io.chunk) + u64::from(io.offset_bytes);
+        Item { address, rkey: 0, node: 0, frame: io.frame, pages: io.pages }
+    }
+
+    fn check_alive(&self) -> Result<(), TransportError> {
+        self.pool.check_alive()
     }
 }
 

@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use crate::advice::AdviceMap;
+use crate::assist::link::Link;
 use crate::awake::FaultTimes;
 use crate::backing::Backing;
 use crate::config::{Config, EXIT_PAGER, Paths};
@@ -342,7 +343,10 @@ impl Pager {
         })?;
         let blocked = FileSizeSignalBlocked::new();
         let opened = match config.is_direct {
-            true => direct_transport::connect(&nodes, frames),
+            true => match Self::link(config) {
+                Some(link) => direct_transport::connect_with_assist(&nodes, frames, link),
+                None => direct_transport::connect(&nodes, frames),
+            },
             false => pool_transport::connect(&nodes, frames).map(|pool| Box::new(pool) as _),
         };
         match opened {
@@ -352,6 +356,13 @@ impl Pager {
             }
             Err(error) => Err(error),
         }
+    }
+
+    /// Connects to the assist of the run. `None` without an assist: then the process itself moves
+    /// its pages.
+    fn link(config: &Config) -> Option<Link> {
+        let directory = config.run_directory.as_ref().filter(|_| config.has_assist)?;
+        Link::connect(directory).ok()
     }
 
     /// Returns the region.

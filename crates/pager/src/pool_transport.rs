@@ -14,6 +14,7 @@
 //! All memory that the transport uses lies outside the paged region: the frames and the queues are
 //! shared with the NIC, the rest is the library's own heap.
 
+use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
@@ -79,10 +80,31 @@ pub fn connect(nodes: &[Address], frames: u32) -> Result<PoolTransport<DefaultNi
     PoolTransport::over(connect_with_retry(nodes)?, nodes, frames)
 }
 
+/// As [`connect`]. `show` is called with the memfd of the frames of each memory node, before the
+/// NIC's process seals it.
+pub(crate) fn connect_showing(
+    nodes: &[Address],
+    frames: u32,
+    show: &mut dyn FnMut(BorrowedFd<'_>),
+) -> Result<PoolTransport<DefaultNic>, Error> {
+    let pools = connect_with_retry(nodes)?;
+    PoolTransport::over_buffers(pools, nodes, frames, |pool, bytes| pool.buffer_shown(bytes, show))
+}
+
 impl<N: Nic> PoolTransport<N> {
     /// A transport over `pools`, which are connected to `nodes`, with `frames` frames for
     /// each.
     pub fn over(pools: MultiPool<N>, nodes: &[Address], frames: u32) -> Result<Self, Error> {
+        Self::over_buffers(pools, nodes, frames, |pool, bytes| pool.buffer(bytes))
+    }
+
+    /// As [`PoolTransport::over`], with frames that `buffer` allocates at each memory node.
+    fn over_buffers(
+        pools: MultiPool<N>,
+        nodes: &[Address],
+        frames: u32,
+        mut buffer: impl FnMut(&Pool<N>, usize) -> Result<Buffer<N>, pool::Error>,
+    ) -> Result<Self, Error> {
         let chunk = pools.chunk_bytes();
         if chunk < PAGE_BYTES as u64 {
             return Err(Error::Setting {
@@ -94,12 +116,12 @@ impl<N: Nic> PoolTransport<N> {
                 ),
             });
         }
-        let node = |index| -> Result<Node<N>, Error> {
+        let mut node = |index| -> Result<Node<N>, Error> {
             let pool = pools.node(NodeIndex(index));
-            let frames = pool.buffer(frames as usize * PAGE_BYTES)?;
+            let frames = buffer(&pool, frames as usize * PAGE_BYTES)?;
             Ok(Node { pool, frames })
         };
-        let nodes = (0..nodes.len() as u16).map(node).collect::<Result<_, _>>()?;
+        let nodes = (0..nodes.len() as u16).map(&mut node).collect::<Result<_, _>>()?;
         let nodes: Vec<Node<N>> = nodes;
         let by_requests =
             nodes.iter().any(|node| node.pool.scheme().access != AccessKind::OneSided);
@@ -123,6 +145,11 @@ impl<N: Nic> PoolTransport<N> {
     /// [`TransportError::Gone`].
     pub(crate) fn check_alive(&self) -> Result<(), TransportError> {
         self.nodes.nodes[0].pool.control().check_alive().map_err(gone)
+    }
+
+    /// The connection to the first memory node's control thread, if there is one.
+    pub(crate) fn control(&self) -> Option<RawFd> {
+        self.nodes.nodes[0].pool.control().descriptors().first().copied()
     }
 
     fn chunks(&self) -> RwLockReadGuard<'_, Chunks> {
