@@ -95,9 +95,16 @@ impl MappedDoorbell {
         self.page.on_doorbell();
     }
 
-    /// Starts a new generation, after a reset of the queue pair.
+    /// Starts a new generation, after a reset of the queue pair. Another process may have written
+    /// the doorbell last, if the queue pair was lent.
     pub fn reset(&mut self) {
-        self.generation = self.generation.wrapping_add(1);
+        let last = self.page.memory.word32(self.at).load(Ordering::Relaxed);
+        self.generation = ((last >> 16) as u16).wrapping_add(1);
+    }
+
+    /// The doorbell's slot in the page.
+    pub fn slot(&self) -> u32 {
+        ((self.at - DOORBELLS) / 4) as u32
     }
 }
 

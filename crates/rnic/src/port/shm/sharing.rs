@@ -65,9 +65,31 @@ fn populate(memory: &DmaMemory) -> Result<(), Errno> {
     done
 }
 
-/// Maps and seals `bytes` of memory that a client sent. Fails if an access to the memory could
-/// fail.
-pub(super) fn adopt(fd: &OwnedFd, bytes: u64) -> Result<DmaMemory, Error> {
+/// Maps memory of another process before the NIC's process seals it: at most `most` bytes, the whole
+/// memfd. The size is sealed first, so that an access to the mapping cannot fail because the other
+/// process shrinks the memfd.
+pub(super) fn borrow(fd: &OwnedFd, most: u64) -> Result<DmaMemory, Error> {
+    check_kind(fd)?;
+    rustix::fs::fcntl_add_seals(fd.as_fd(), SealFlags::SHRINK | SealFlags::GROW).map_err(|e| {
+        refused_owned(format!("the size of the lent memory cannot be sealed ({e})"))
+    })?;
+    let size = rustix::fs::fstat(fd).map_err(Error::system("examining lent memory"))?.st_size;
+    let whole_pages = size > 0 && (size as u64).is_multiple_of(rustix::param::page_size() as u64);
+    if !whole_pages || size as u64 > most {
+        return Err(refused_owned(format!(
+            "lent memory of {size} bytes; possible are whole pages, up to {most} bytes"
+        )));
+    }
+    DmaMemory::map_shared(fd, 0, size as usize).map_err(|e| {
+        refused_owned(format!(
+            "the lent memory cannot be mapped ({e}): the borrower must map it before its owner \
+             attaches to the NIC"
+        ))
+    })
+}
+
+/// Returns an error unless the descriptor is a memfd of ordinary pages.
+fn check_kind(fd: &OwnedFd) -> Result<(), Error> {
     // The first check, because it fails for other files without accessing them.
     rustix::fs::fcntl_get_seals(fd)
         .map_err(|_| refused("the descriptor does not refer to sealable shared memory (memfd)"))?;
@@ -75,6 +97,13 @@ pub(super) fn adopt(fd: &OwnedFd, bytes: u64) -> Result<DmaMemory, Error> {
     if kind as u64 != TMPFS {
         return Err(refused("the shared memory must have ordinary pages, not huge pages"));
     }
+    Ok(())
+}
+
+/// Maps and seals `bytes` of memory that a client sent. Fails if an access to the memory could
+/// fail.
+pub(super) fn adopt(fd: &OwnedFd, bytes: u64) -> Result<DmaMemory, Error> {
+    check_kind(fd)?;
     let whole_pages = bytes > 0 && bytes.is_multiple_of(rustix::param::page_size() as u64);
     let len = usize::try_from(bytes).ok().filter(|_| whole_pages);
     let len = len.ok_or_else(|| {
