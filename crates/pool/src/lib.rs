@@ -47,7 +47,7 @@ pub mod protocol;
 pub mod remote;
 mod service;
 mod settings;
-mod socket;
+pub mod socket;
 
 pub use scheme::{
     CasStats, ClientId, ConnectReply, ConnectRequest, Error, Grant, GroupId, Lane, NodeStatus,
