@@ -16,6 +16,7 @@
 
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 
 use pool::{Address, ChunkMemory, ChunkPart, DefaultNic};
 
@@ -54,7 +55,7 @@ pub fn connect(nodes: &[Address], frames: u32) -> Result<Box<dyn Transport>, Err
 pub fn connect_with_assist(
     nodes: &[Address],
     frames: u32,
-    link: Link,
+    link: Arc<Link>,
 ) -> Result<Box<dyn Transport>, Error> {
     let mut shared = false;
     let mut share = |file: BorrowedFd<'_>| {
@@ -77,12 +78,12 @@ impl DirectTransport {
     /// Gives the assist what it needs to move pages between the frames, which it has, and chunks.
     fn begin_session(&self, link: &Link) -> io::Result<Producer> {
         for (ChunkPart { address, bytes }, file) in self.memory.parts() {
-            link.send(&Message::Chunks { address, bytes }, Some(file))?;
+            link.send(&Message::Chunks { address, bytes }, &[file])?;
         }
         let control = self.pool.control().ok_or(io::ErrorKind::NotConnected)?;
         // SAFETY: the connection lives as long as the transport.
         let control = unsafe { BorrowedFd::borrow_raw(control) };
-        link.send(&Message::Control, Some(control))?;
+        link.send(&Message::Control, &[control])?;
         link.share_ring()
     }
 
@@ -168,9 +169,9 @@ impl Transport for DirectTransport {
 }
 
 impl Assisted for DirectTransport {
-    fn item(&self, io: &PageIo) -> Item {
+    fn item(&self, _: Lane, io: &PageIo) -> Option<Item> {
         let address = self.pool.address(io.chunk) + u64::from(io.offset_bytes);
-        Item { address, rkey: 0, node: 0, frame: io.frame, pages: io.pages }
+        Some(Item { address, rkey: 0, node: 0, qp: 0, frame: io.frame, pages: io.pages })
     }
 
     fn check_alive(&self) -> Result<(), TransportError> {

@@ -34,6 +34,9 @@ use crate::transport::{
 };
 
 mod by_requests;
+mod lent;
+
+pub(crate) use lent::connect_with_assist;
 
 /// Longest time that a process waits for a free client entry at a memory node that is full, and the
 /// time between two attempts.
@@ -77,7 +80,7 @@ struct Chunks {
 /// Connects to memory nodes, with NICs that the addresses select, and allocates `frames` frames
 /// for each.
 pub fn connect(nodes: &[Address], frames: u32) -> Result<PoolTransport<DefaultNic>, Error> {
-    PoolTransport::over(connect_with_retry(nodes)?, nodes, frames)
+    PoolTransport::over(connect_with_retry(|| connect_all(nodes))?, nodes, frames)
 }
 
 /// As [`connect`]. `show` is called with the memfd of the frames of each memory node, before the
@@ -87,7 +90,7 @@ pub(crate) fn connect_showing(
     frames: u32,
     show: &mut dyn FnMut(BorrowedFd<'_>),
 ) -> Result<PoolTransport<DefaultNic>, Error> {
-    let pools = connect_with_retry(nodes)?;
+    let pools = connect_with_retry(|| connect_all(nodes))?;
     PoolTransport::over_buffers(pools, nodes, frames, |pool, bytes| pool.buffer_shown(bytes, show))
 }
 
@@ -420,16 +423,22 @@ impl<N: Nic> Transport for PoolTransport<N> {
 
 /// Connects to memory nodes. While a node is full, retries for [`FULL_RETRY_TIMEOUT`], because
 /// other processes of the program may end and free their client entries.
-fn connect_with_retry(nodes: &[Address]) -> Result<MultiPool, pool::Error> {
+fn connect_with_retry(
+    connect: impl Fn() -> Result<MultiPool, pool::Error>,
+) -> Result<MultiPool, pool::Error> {
     let start = Instant::now();
     loop {
-        match MultiPool::connect(nodes, Options::default(), Placement::RoundRobin) {
+        match connect() {
             Err(pool::Error::Full { .. }) if start.elapsed() < FULL_RETRY_TIMEOUT => {
                 std::thread::sleep(FULL_RETRY_INTERVAL);
             }
             other => return other,
         }
     }
+}
+
+fn connect_all(nodes: &[Address]) -> Result<MultiPool, pool::Error> {
+    MultiPool::connect(nodes, Options::default(), Placement::RoundRobin)
 }
 
 fn transfer_of<'a>(io: &PageIo, grant: &'a pool::Grant) -> Transfer<'a> {

@@ -52,7 +52,7 @@ impl Link {
     pub fn over(socket: OwnedFd) -> io::Result<Self> {
         let process = socket::peer_process(socket.as_fd())?;
         let link = Self { socket, process };
-        link.send(&Message::Hello { version: VERSION }, None)?;
+        link.send(&Message::Hello { version: VERSION }, &[])?;
         Ok(link)
     }
 
@@ -62,7 +62,17 @@ impl Link {
     /// # Errors
     /// The assist refuses the memory, or has ended.
     pub fn share_frames(&self, file: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
-        self.send(&Message::Frames { bytes: bytes as u64 }, Some(file))?;
+        self.send(&Message::Frames { bytes: bytes as u64 }, &[file])?;
+        self.await_ready()
+    }
+
+    /// Shares the memory of a memory node's queues, before the NIC's process seals it. Waits until
+    /// the assist has mapped it.
+    ///
+    /// # Errors
+    /// As [`Link::share_frames`].
+    pub fn share_queues(&self, node: u16, files: [BorrowedFd<'_>; 2]) -> io::Result<()> {
+        self.send(&Message::Queues { node: node.into() }, &files)?;
         self.await_ready()
     }
 
@@ -70,8 +80,8 @@ impl Link {
     ///
     /// # Errors
     /// The assist has ended.
-    pub fn send(&self, message: &Message, descriptor: Option<BorrowedFd<'_>>) -> io::Result<()> {
-        socket::send(self.socket.as_fd(), message, descriptor)
+    pub fn send(&self, message: &Message, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+        socket::send(self.socket.as_fd(), message, descriptors)
     }
 
     /// Makes the ring, which completes the set-up.
@@ -85,7 +95,7 @@ impl Link {
         // SAFETY: changes only whether a fork copies the mapping.
         unsafe { sys::madvise(memory.as_ptr() as usize, memory.len(), libc::MADV_DONTFORK)? };
         let producer = Producer::new(memory);
-        self.send(&Message::Ring, Some(file.as_fd()))?;
+        self.send(&Message::Ring, &[file.as_fd()])?;
         self.await_ready()?;
         Ok(producer)
     }
@@ -131,6 +141,16 @@ impl Link {
                 Ok(None) | Err(_) => return reason,
             }
         }
+    }
+
+    /// Ends the session, and returns when the assist accesses no memory of the session any more.
+    pub fn end(&self) {
+        socket::end_sending(self.socket.as_fd());
+        let mut polled = [socket::polled(self.socket.as_fd(), libc::POLLRDHUP)];
+        if socket::poll(&mut polled, PATIENCE_MS) == 0 {
+            self.kill();
+        }
+        self.wait_for_end();
     }
 
     /// Returns the descriptors of the session.

@@ -9,7 +9,8 @@
 //!  +512   entries, 512 bytes each, host
 //!
 //!  entry  +0   count of items, bit 31: WRITE
-//!         +8   items of three u64: address; rkey, node (from bit 32), pages (from bit 48); frame
+//!         +8   items of three u64: address; rkey, node (from bit 32), pages (from bit 48);
+//!              frame, qp (from bit 32)
 //! ```
 //!
 //! Request `n` is in entry `n % ENTRIES`. Its completion word becomes `mark(n)`, with [`FAILED`] if
@@ -72,6 +73,16 @@ impl Number {
         (self.0 & (MARKED - 1)) | MARKED
     }
 
+    /// Returns the number as a token of transfers.
+    pub fn to_u64(self) -> u64 {
+        self.0.into()
+    }
+
+    /// Returns the number of a token.
+    pub fn from_u64(token: u64) -> Self {
+        Self(token as u32)
+    }
+
     fn next(self) -> Self {
         Self(self.0.wrapping_add(1))
     }
@@ -84,8 +95,10 @@ pub struct Item {
     pub address: u64,
     /// Key of the chunk; without meaning where no NIC moves the pages.
     pub rkey: u32,
-    /// Index of the memory node.
+    /// Index of the memory node. All items of a request have the same one.
     pub node: u16,
+    /// Index of the lent queue pair; without meaning where no NIC moves the pages.
+    pub qp: u16,
     /// First frame of this node.
     pub frame: u32,
     /// Number of pages.
@@ -127,11 +140,14 @@ pub enum Violation {
     /// A request has no item, or too many.
     #[error("a request has {0} items")]
     Items(u32),
+    /// The items of a request name different memory nodes.
+    #[error("a request names several memory nodes")]
+    Nodes,
     /// An item lies outside of the frames, or names no memory node.
     #[error("a request names {pages} pages at frame {frame} of memory node {node}")]
     Frames {
         /// First frame.
-        frame: u64,
+        frame: u32,
         /// Number of pages.
         pages: u16,
         /// Index of the memory node.
@@ -212,7 +228,7 @@ impl Producer {
             let key = u64::from(item.rkey);
             self.ring.store(at, item.address);
             self.ring.store(at + 8, key | u64::from(item.node) << 32 | u64::from(item.pages) << 48);
-            self.ring.store(at + 16, u64::from(item.frame));
+            self.ring.store(at + 16, u64::from(item.frame) | u64::from(item.qp) << 32);
         }
         self.next = self.next.next();
         self.ring.produced().store(self.next.0, Ordering::Release);
@@ -308,18 +324,23 @@ impl Consumer {
         }
         let direction = if head & WRITE == 0 { Direction::Read } else { Direction::Write };
         let items = (0..count as usize).map(|index| self.item(at + 8 + index * ITEM_BYTES));
-        Ok(Request { direction, items: items.collect::<Result<_, _>>()? })
+        let items: SmallVec<[Item; ITEMS_MAX]> = items.collect::<Result<_, _>>()?;
+        match items.iter().all(|item| item.node == items[0].node) {
+            true => Ok(Request { direction, items }),
+            false => Err(Violation::Nodes),
+        }
     }
 
     fn item(&self, at: usize) -> Result<Item, Violation> {
-        let [address, middle, frame] = [0, 8, 16].map(|offset| self.ring.load(at + offset));
+        let [address, middle, last] = [0, 8, 16].map(|offset| self.ring.load(at + offset));
+        let (frame, qp) = (last as u32, (last >> 32) as u16);
         let (rkey, node, pages) = (middle as u32, (middle >> 32) as u16, (middle >> 48) as u16);
         let frames = self.frames.get(usize::from(node)).copied().unwrap_or(0);
-        let fits = frame <= u64::from(frames) && u64::from(pages) <= u64::from(frames) - frame;
+        let fits = frame <= frames && u32::from(pages) <= frames - frame;
         if pages == 0 || !fits {
             return Err(Violation::Frames { frame, pages, node });
         }
-        Ok(Item { address, rkey, node, frame: frame as u32, pages })
+        Ok(Item { address, rkey, node, qp, frame, pages })
     }
 
     /// Ends a request, and wakes the threads of the host that wait for it.

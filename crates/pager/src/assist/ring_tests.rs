@@ -17,6 +17,7 @@ fn request(seed: u32) -> Request {
         address: u64::from(seed) << 33 | u64::from(index),
         rkey: seed.wrapping_mul(index),
         node: 0,
+        qp: (seed >> 3) as u16,
         frame: seed % FRAMES,
         pages: 1,
     };
@@ -113,7 +114,7 @@ fn violations_are_named() {
     assert_eq!(overrun, Violation::Overrun { produced: 65, consumed: 0 });
     let none = Request { direction: Direction::Read, items: smallvec![] };
     assert_eq!(take(&|producer, _| assert!(!producer.push(&none))), Violation::Items(0));
-    let item = Item { address: 0, rkey: 0, node: 0, frame: FRAMES - 1, pages: 1 };
+    let item = Item { address: 0, rkey: 0, node: 0, qp: 0, frame: FRAMES - 1, pages: 1 };
     for item in [
         Item { pages: 2, ..item },
         Item { pages: 0, ..item },
@@ -144,6 +145,7 @@ proptest! {
             let Ok(Some((number, request))) = consumer.take() else { break };
             prop_assert!((1..=ITEMS_MAX).contains(&request.items.len()));
             for item in &request.items {
+                prop_assert_eq!(item.node, request.items[0].node);
                 let end = u64::from(item.frame) + u64::from(item.pages);
                 prop_assert!(item.pages > 0);
                 prop_assert!(end <= u64::from(frames[usize::from(item.node)]));

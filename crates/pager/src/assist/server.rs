@@ -1,7 +1,7 @@
 //! The assist process: one thread that serves the sessions of a run.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use pool::Endpoint;
@@ -60,7 +60,7 @@ impl Server {
                     self.look(0);
                 }
             } else if !backoff.snooze() {
-                if self.peers.iter().all(Peer::may_sleep) {
+                if self.may_sleep() {
                     self.look(-1);
                 }
                 self.peers.iter().for_each(Peer::announce_awake);
@@ -82,6 +82,19 @@ impl Server {
         worked
     }
 
+    /// Announces that the assist is about to sleep. Returns false if there is work to do first.
+    fn may_sleep(&mut self) -> bool {
+        let mut may = true;
+        self.peers.retain_mut(|peer| match peer.may_sleep() {
+            Ok(one) => {
+                may &= one;
+                true
+            }
+            Err(why) => peer.refuse(why),
+        });
+        may
+    }
+
     /// Reads the sockets, and waits for an event if `timeout_ms` is -1.
     fn look(&mut self, timeout_ms: i32) {
         let mut polled: Vec<_> = self
@@ -89,9 +102,10 @@ impl Server {
             .iter()
             .map(|peer| socket::polled(peer.socket.as_fd(), libc::POLLIN))
             .collect();
-        if self.peers.len() < self.peers_max {
-            polled.push(socket::polled(self.listener.as_fd(), libc::POLLIN));
-        }
+        let accepts = if self.peers.len() < self.peers_max { libc::POLLIN } else { 0 };
+        polled.push(socket::polled(self.listener.as_fd(), accepts));
+        let mut add = |event: BorrowedFd<'_>| polled.push(socket::polled(event, libc::POLLIN));
+        self.peers.iter().for_each(|peer| peer.events(&mut add));
         if socket::poll(&mut polled, timeout_ms) == 0 {
             return;
         }
@@ -125,15 +139,21 @@ fn own_user() -> u32 {
 impl Peer {
     fn work(&mut self) -> Result<bool, String> {
         match &mut self.state {
-            State::Serves(session) => session.work().map_err(|violation| violation.to_string()),
+            State::Serves(session) => session.work(),
             State::SetsUp(_) => Ok(false),
         }
     }
 
-    fn may_sleep(&self) -> bool {
-        match &self.state {
+    fn may_sleep(&mut self) -> Result<bool, String> {
+        match &mut self.state {
             State::Serves(session) => session.may_sleep(),
-            State::SetsUp(_) => true,
+            State::SetsUp(_) => Ok(true),
+        }
+    }
+
+    fn events(&self, visit: &mut dyn FnMut(BorrowedFd<'_>)) {
+        if let State::Serves(session) = &self.state {
+            session.events(visit);
         }
     }
 
@@ -164,9 +184,9 @@ impl Peer {
         }
     }
 
-    fn take(&mut self, (message, descriptor): (Message, Option<OwnedFd>)) -> Result<(), String> {
+    fn take(&mut self, (message, descriptors): (Message, Vec<OwnedFd>)) -> Result<(), String> {
         let State::SetsUp(set_up) = &mut self.state else { return Ok(()) };
-        match set_up.take(message, descriptor)? {
+        match set_up.take(message, descriptors)? {
             Step::Next(None) => Ok(()),
             Step::Next(Some(answer)) => self.send(&answer),
             Step::Complete(session) => {
@@ -177,7 +197,7 @@ impl Peer {
     }
 
     fn send(&self, message: &Message) -> Result<(), String> {
-        let sent = socket::send(self.socket.as_fd(), message, None);
+        let sent = socket::send(self.socket.as_fd(), message, &[]);
         sent.map_err(|error| format!("cannot answer: {error}"))
     }
 

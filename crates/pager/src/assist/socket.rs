@@ -12,17 +12,28 @@ const SO_PEERPIDFD: i32 = 77;
 pub fn send(
     socket: BorrowedFd<'_>,
     message: &Message,
-    descriptor: Option<BorrowedFd<'_>>,
+    descriptors: &[BorrowedFd<'_>],
 ) -> io::Result<()> {
-    pool::socket::send(socket, &message.encode(), descriptor.as_slice()).map_err(Into::into)
+    let bytes = message.encode();
+    if bytes.len() > pool::socket::MESSAGE_MAX {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    pool::socket::send(socket, &bytes, descriptors).map_err(Into::into)
 }
 
-/// Receives a packet, with at most one descriptor. `None` if the peer has closed the connection, or
-/// the packet is none of the protocol.
-pub fn receive(socket: BorrowedFd<'_>) -> io::Result<Option<(Message, Option<OwnedFd>)>> {
+/// Receives a packet with its descriptors. `None` if the peer has closed the connection, or the
+/// packet is none of the protocol.
+pub fn receive(socket: BorrowedFd<'_>) -> io::Result<Option<(Message, Vec<OwnedFd>)>> {
     let Some(packet) = pool::socket::receive(socket)? else { return Ok(None) };
-    let mut descriptors = packet.descriptors.into_iter();
-    Ok(Message::decode(&packet.bytes).map(|message| (message, descriptors.next())))
+    let message = Message::decode(&packet.bytes);
+    let has_all = |message: &Message| message.descriptors() == packet.descriptors.len();
+    Ok(message.filter(has_all).map(|message| (message, packet.descriptors)))
+}
+
+/// Ends the sending direction of a socket: the peer sees the end of the connection.
+pub fn end_sending(socket: BorrowedFd<'_>) {
+    // SAFETY: a plain system call.
+    unsafe { libc::shutdown(socket.as_raw_fd(), libc::SHUT_WR) };
 }
 
 /// Asks the peer to look for requests. A packet that finds no room is superfluous, because the

@@ -54,6 +54,11 @@ impl Node {
         }
     }
 
+    fn item(io: &PageIo) -> Item {
+        let address = u64::from(io.offset_bytes);
+        Item { address, rkey: 0, node: 0, qp: 0, frame: io.frame, pages: io.pages }
+    }
+
     /// Sets the first word of a frame.
     fn set_frame(&self, frame: u32, value: u64) {
         self.frames.word64(frame as usize * PAGE_BYTES).store(value, Ordering::Relaxed);
@@ -87,7 +92,7 @@ impl Transport for Node {
 
     fn post(&self, _: Lane, way: Direction, ios: &[PageIo]) -> Result<Ticket, TransportError> {
         for io in ios {
-            self.copy(way, &self.item(io));
+            self.copy(way, &Self::item(io));
             self.own_pages.fetch_add(io.pages.into(), Ordering::Relaxed);
         }
         Ok(Ticket::complete())
@@ -101,9 +106,8 @@ impl Transport for Node {
 }
 
 impl Assisted for Node {
-    fn item(&self, io: &PageIo) -> Item {
-        let address = u64::from(io.offset_bytes);
-        Item { address, rkey: 0, node: 0, frame: io.frame, pages: io.pages }
+    fn item(&self, _: Lane, io: &PageIo) -> Option<Item> {
+        Some(Self::item(io))
     }
 
     fn check_alive(&self) -> Result<(), TransportError> {
@@ -140,21 +144,21 @@ impl FakeMover {
 }
 
 impl Mover for FakeMover {
-    fn start(&mut self, number: Number, request: &Request) -> Option<Outcome> {
+    fn start(&mut self, number: Number, request: &Request) -> Result<Option<Outcome>, String> {
         if self.ends_later {
             self.later.push_front((number, request.clone()));
-            return None;
+            return Ok(None);
         }
-        Some(self.run(number, request))
+        Ok(Some(self.run(number, request)))
     }
 
-    fn poll(&mut self) -> Option<(Number, Outcome)> {
+    fn poll(&mut self) -> Result<Option<(Number, Outcome)>, String> {
         if self.moves_left.load(Ordering::Acquire) == 0 {
-            return None;
+            return Ok(None);
         }
-        let (number, request) = self.later.pop_front()?;
+        let Some((number, request)) = self.later.pop_front() else { return Ok(None) };
         self.moves_left.fetch_sub(1, Ordering::AcqRel);
-        Some((number, self.run(number, &request)))
+        Ok(Some((number, self.run(number, &request))))
     }
 }
 
@@ -169,9 +173,9 @@ struct Pair {
     moves_left: Arc<AtomicU32>,
 }
 
-fn link_to(process: OwnedFd) -> (Link, UnixStream) {
+fn link_to(process: OwnedFd) -> (Arc<Link>, UnixStream) {
     let (host, assist) = UnixStream::pair().unwrap();
-    (Link::with_process(host.into(), process), assist)
+    (Arc::new(Link::with_process(host.into(), process)), assist)
 }
 
 /// A process that must not be ended.
@@ -344,8 +348,9 @@ fn assist_that_hangs_is_ended_by_a_waiting_thread() {
         .unwrap();
     let link = Link::with_process(host.into(), rustix_pidfd(hung.id()).unwrap());
     let (node, ring) = (Node::new(), DmaMemory::anonymous(BYTES).unwrap());
-    let transport = AssistTransport::new(Box::new(node.clone()), link, Producer::new(ring))
-        .with_patience(Patience { slice_ms: 1, slices: 3 });
+    let transport =
+        AssistTransport::new(Box::new(node.clone()), Arc::new(link), Producer::new(ring))
+            .with_patience(Patience { slice_ms: 1, slices: 3 });
     let transport = Arc::new(transport);
     let watch = start_watch(&transport);
     node.set_frame(5, 55);
@@ -400,7 +405,7 @@ fn packet_of_a_refusal_is_the_reason_of_the_end() {
     let (host, assist) = UnixStream::pair().unwrap();
     let link = Link::with_process(host.into(), own_process());
     let refused = super::protocol::Message::Refused("it hung".into());
-    super::socket::send(assist.as_fd(), &refused, None).unwrap();
+    super::socket::send(assist.as_fd(), &refused, &[]).unwrap();
     drop(assist);
     assert_eq!(link.wait_for_end().as_deref(), Some("it hung"));
 }

@@ -6,8 +6,8 @@
 //!
 //! # End of the assist
 //! A thread of the pager watches the connection ([`Transport::watch`]). When the assist ends, this
-//! thread runs all requests that are not complete through the inner transport, and completes them
-//! in place of the assist. They can be repeated, because frames and slots stay reserved until their
+//! thread takes lent queues back, runs all requests that are not complete through the inner
+//! transport, and completes them in place of the assist. They can be repeated, because frames and slots stay reserved until their
 //! completion. So a ticket needs to look at completion words only.
 //!
 //! A thread that waits for the assist longer than [`Patience`] ends the assist's process, and goes
@@ -28,16 +28,36 @@ use crate::transport::{
 };
 
 /// A transport whose transfers an assist can do.
+///
+/// While queues are lent, [`Lane::Demand`] is the only lane of the transport itself.
 pub trait Assisted: Transport {
-    /// Returns a transfer as an item of a request.
-    fn item(&self, io: &PageIo) -> Item;
+    /// Returns a transfer on a lane as an item of a request. `None` if the assist cannot do it.
+    fn item(&self, lane: Lane, io: &PageIo) -> Option<Item>;
 
     /// Checks whether the memory node is known to have ended. Never blocks.
     ///
     /// # Errors
     /// [`TransportError::Gone`].
     fn check_alive(&self) -> Result<(), TransportError>;
+
+    /// Copies pages, before the assist writes them, from the pager's frames to those that the
+    /// memory node's NIC reaches.
+    fn before_write(&self, _io: &PageIo) {}
+
+    /// Copies pages that the assist has read to the pager's frames.
+    fn after_read(&self, _io: &PageIo) {}
+
+    /// Takes lent queues back. The session has ended.
+    ///
+    /// # Errors
+    /// The NIC or a memory node is gone: the queues stay out of use.
+    fn take_back(&self) -> Result<(), TransportError> {
+        Ok(())
+    }
 }
+
+/// Transfers of a post, with their items.
+type Moves = SmallVec<[(PageIo, Item); ITEMS_MAX]>;
 
 /// How long a thread waits for the assist before it ends the assist's process.
 #[derive(Clone, Copy, Debug)]
@@ -62,7 +82,9 @@ pub struct AssistTransport(Arc<Shared>);
 /// State that the transport shares with its tickets.
 struct Shared {
     inner: Box<dyn Assisted>,
-    link: Link,
+    link: Arc<Link>,
+    /// True until the queues are taken back.
+    is_lent: AtomicBool,
     queue: Mutex<Queue>,
     /// [`Queue::is_open`], to be read without the lock.
     is_open: AtomicBool,
@@ -104,12 +126,13 @@ impl Queue {
 impl AssistTransport {
     /// A transport over `inner`, whose assist is at the other end of `link` and serves the ring of
     /// `producer`. The assist is not used before a thread calls [`Transport::watch`].
-    pub fn new(inner: Box<dyn Assisted>, link: Link, producer: Producer) -> Self {
+    pub fn new(inner: Box<dyn Assisted>, link: Arc<Link>, producer: Producer) -> Self {
         let completions = producer.completions();
         let requests = vec![None; ENTRIES as usize];
         Self(Arc::new(Shared {
             inner,
             link,
+            is_lent: AtomicBool::new(true),
             queue: Mutex::new(Queue { producer, is_open: false, requests }),
             is_open: AtomicBool::new(false),
             completions,
@@ -138,18 +161,32 @@ impl Shared {
         self.queue.lock().expect("no thread panics while it holds this lock")
     }
 
+    /// Returns the lane on which the inner transport itself moves pages.
+    fn own_lane(&self, lane: Lane) -> Lane {
+        if self.is_lent.load(Ordering::Acquire) { Lane::Demand } else { lane }
+    }
+
     /// Posts page lists to the assist. `None` if the inner transport must move the pages.
     fn post(self: &Arc<Self>, lane: Lane, direction: Direction, ios: &[PageIo]) -> Option<Batch> {
-        let count = ios.len().div_ceil(ITEMS_MAX);
+        let mut all: Moves = SmallVec::new();
+        for io in ios {
+            all.push((*io, self.inner.item(lane, io)?));
+        }
+        all.sort_by_key(|(_, item)| item.node);
+        let of_nodes = || all.chunk_by(|(_, a), (_, b)| a.node == b.node);
+        let count = of_nodes().map(|moves| moves.len().div_ceil(ITEMS_MAX)).sum();
         let mut queue = self.queue();
         if count == 0 || !queue.is_open || !queue.has_room(count) {
             return None;
         }
         let (mut numbers, mut wakes) = (SmallVec::new(), false);
-        for part in ios.chunks(ITEMS_MAX) {
-            let items = part.iter().map(|io| self.inner.item(io)).collect();
+        for part in of_nodes().flat_map(|moves| moves.chunks(ITEMS_MAX)) {
+            let items = part.iter().map(|(_, item)| *item).collect();
+            let ios: SmallVec<_> = part.iter().map(|(io, _)| *io).collect();
+            if direction == Direction::Write {
+                ios.iter().for_each(|io| self.inner.before_write(io));
+            }
             let number = queue.producer.next();
-            let ios = part.into();
             let pending = Pending { number, lane, direction, ios, is_repeated: false };
             queue.requests[number.entry()] = Some(pending);
             wakes |= queue.producer.push(&Request { direction, items });
@@ -162,7 +199,8 @@ impl Shared {
         Some(Batch { shared: self.clone(), numbers })
     }
 
-    /// Runs the requests that are not complete through the inner transport. The assist has ended.
+    /// Takes the queues back, and runs the requests that are not complete through the inner
+    /// transport. The session has ended.
     fn repeat_requests(&self) {
         let mut open: SmallVec<[Pending; 4]> = SmallVec::new();
         {
@@ -176,9 +214,12 @@ impl Shared {
                 }
             }
         }
+        // After an error, transfers on the lane that was never lent report it.
+        let is_lent = self.inner.take_back().is_err();
+        self.is_lent.store(is_lent, Ordering::Release);
         for Pending { number, lane, direction, ios, .. } in open {
             // After an error the ticket repeats the request once more, and reports the error.
-            let outcome = match self.inner.run(lane, direction, &ios) {
+            let outcome = match self.inner.run(self.own_lane(lane), direction, &ios) {
                 Ok(()) => Outcome::Moved,
                 Err(_) => Outcome::Failed,
             };
@@ -215,12 +256,15 @@ impl Shared {
             match outcome {
                 Some(Outcome::Moved) if pending.is_repeated => {}
                 Some(Outcome::Moved) => {
+                    if pending.direction == Direction::Read {
+                        pending.ios.iter().for_each(|io| self.inner.after_read(io));
+                    }
                     let pages: u64 = pending.ios.iter().map(|io| u64::from(io.pages)).sum();
                     self.pages.fetch_add(pages, Ordering::Relaxed);
                 }
                 Some(Outcome::Failed) | None => {
                     let Pending { lane, direction, ios, .. } = &pending;
-                    result = result.and(self.inner.run(*lane, *direction, ios));
+                    result = result.and(self.inner.run(self.own_lane(*lane), *direction, ios));
                 }
             }
         }
@@ -311,12 +355,12 @@ impl Transport for AssistTransport {
                 return Ok(Ticket::in_flight(Box::new(batch)));
             }
         }
-        self.0.inner.post(lane, direction, ios)
+        self.0.inner.post(self.0.own_lane(lane), direction, ios)
     }
 
     /// A thread waits for the pages, so the inner transport moves them.
     fn run(&self, lane: Lane, direction: Direction, ios: &[PageIo]) -> Result<(), TransportError> {
-        self.0.inner.run(lane, direction, ios)
+        self.0.inner.run(self.0.own_lane(lane), direction, ios)
     }
 
     fn stats(&self) -> TransportStats {
