@@ -124,6 +124,8 @@ pub struct RunSummary {
     pub assist_processes: u64,
     /// Pages that the assist moved.
     pub assist_pages: u64,
+    /// Of these processes, those whose session has ended before them.
+    pub assist_sessions_lost: u64,
     /// The assist has ended before the program.
     pub assist_gone: bool,
 }
@@ -192,6 +194,7 @@ impl RunSummary {
             assist_cpu_s: None,
             assist_processes: counted(Counter::AssistedProcesses),
             assist_pages: counted(Counter::AssistPages),
+            assist_sessions_lost: counted(Counter::AssistsLost),
             assist_gone: false,
         }
     }

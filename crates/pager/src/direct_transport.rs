@@ -184,6 +184,7 @@ mod tests {
     use pool::{Endpoint, Service, Settings};
 
     use super::*;
+    use crate::assist::server::testing::TestAssist;
 
     const FRAMES: u32 = 8;
 
@@ -227,6 +228,42 @@ mod tests {
         transport.run(Lane::Demand, Direction::Read, &back).unwrap();
         assert_eq!(wqes(), before);
         chunks.into_iter().for_each(|chunk| transport.free_chunk(chunk).unwrap());
+    }
+
+    #[test]
+    fn assist_moves_pages_of_the_asynchronous_lanes() {
+        let service = start(true);
+        let mut assist = TestAssist::start("direct");
+        let nodes = [Address::Shm(service.path().to_owned())];
+        let link = Arc::new(Link::connect(&assist.directory).unwrap());
+        let transport: Arc<dyn Transport> =
+            connect_with_assist(&nodes, FRAMES, link).unwrap().into();
+        assert!(transport.stats().assist.is_used && transport.is_watched());
+        let watched = transport.clone();
+        let watch = std::thread::spawn(move || watched.watch());
+        let chunk = transport.allocate_chunk().unwrap();
+        let io = |offset_bytes, frame| PageIo { chunk, offset_bytes, frame, pages: 1 };
+        let mut round = 0;
+        let mut pass = |transport: &dyn Transport| {
+            round = (round + 1) % 24;
+            (0..4).for_each(|frame| fill(transport, frame, round * 10 + frame as u8));
+            let out = [io(4096, 0), io(0, 1), io(1 << 18, 2), io(1 << 19, 3)];
+            transport.post(Lane::WriteBack, Direction::Write, &out).unwrap().wait().unwrap();
+            let back = [io(1 << 19, 4), io(4096, 5), io(0, 6), io(1 << 18, 7)];
+            transport.post(Lane::Prefetch, Direction::Read, &back).unwrap().wait().unwrap();
+            let bytes = [4, 5, 6, 7].map(|frame| first_byte(transport, frame));
+            assert_eq!(bytes, [3, 0, 1, 2].map(|frame| round * 10 + frame));
+        };
+        // Passes until the watching thread has begun to use the assist, and one more.
+        while transport.stats().assist.pages < 16 {
+            pass(&*transport);
+        }
+        assist.end();
+        watch.join().unwrap();
+        let pages = transport.stats().assist.pages;
+        pass(&*transport);
+        assert!(transport.stats().assist.is_lost);
+        assert_eq!(transport.stats().assist.pages, pages);
     }
 
     #[test]

@@ -13,7 +13,7 @@ use crate::sys;
 
 /// Name of the assist's socket in the directory of a run.
 const SOCKET: &str = "assist.sock";
-/// Time limit for an answer during the set-up.
+/// Time limit for an answer during the set-up. An assist that takes longer is ended.
 const PATIENCE_MS: i32 = 2_000;
 
 /// Returns the path of the assist's socket in the directory of a run.
@@ -60,7 +60,7 @@ impl Link {
     /// assist has mapped them.
     ///
     /// # Errors
-    /// The assist refuses the memory, or has ended.
+    /// The assist refuses the memory, hangs, or has ended.
     pub fn share_frames(&self, file: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
         self.send(&Message::Frames { bytes: bytes as u64 }, &[file])?;
         self.await_ready()
@@ -87,7 +87,7 @@ impl Link {
     /// Makes the ring, which completes the set-up.
     ///
     /// # Errors
-    /// Memory is short, the assist refuses the session, or it has ended.
+    /// Memory is short, or the assist refuses the session, hangs, or has ended.
     pub fn share_ring(&self) -> io::Result<Producer> {
         let file = socket::sealed_memory(ring::BYTES.next_multiple_of(sys::PAGE_BYTES))?;
         let memory = DmaMemory::map_shared(&file, 0, ring::BYTES)?;
@@ -103,6 +103,8 @@ impl Link {
     fn await_ready(&self) -> io::Result<()> {
         let mut polled = [socket::polled(self.socket.as_fd(), libc::POLLIN)];
         if socket::poll(&mut polled, PATIENCE_MS) == 0 {
+            // Otherwise each process that starts would wait for an assist that hangs.
+            self.kill();
             return Err(io::ErrorKind::TimedOut.into());
         }
         match socket::receive(self.socket.as_fd())? {

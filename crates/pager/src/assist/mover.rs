@@ -16,7 +16,7 @@ use crate::transport::Direction;
 ///
 /// The error of each method is the reason for which the session must end: the mover can move no
 /// more pages, or the host is not to be served.
-pub trait Mover {
+pub trait Mover: Send {
     /// Starts to move the pages of a request. Returns its end if it has ended, and `None` if
     /// [`Mover::poll`] returns its end later.
     fn start(&mut self, number: Number, request: &Request) -> Result<Option<Outcome>, String>;

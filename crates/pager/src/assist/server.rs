@@ -208,3 +208,147 @@ impl Peer {
         false
     }
 }
+
+/// An assist as a thread of a test.
+#[cfg(test)]
+pub(crate) mod testing {
+    use std::path::PathBuf;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::thread::JoinHandle;
+
+    use super::*;
+    use crate::assist::link::socket_path;
+
+    const RUNS: u32 = 0;
+    const ENDS: u32 = 1;
+
+    /// The thread, and the directory in which it listens.
+    pub(crate) struct TestAssist {
+        pub directory: PathBuf,
+        state: Arc<AtomicU32>,
+        thread: Option<JoinHandle<()>>,
+    }
+
+    impl TestAssist {
+        pub fn start(name: &str) -> Self {
+            let name = format!("granary-assist-{name}-{}", std::process::id());
+            let directory = std::env::temp_dir().join(name);
+            std::fs::create_dir_all(&directory).unwrap();
+            let mut server = Server::listen(&socket_path(&directory)).unwrap();
+            let state = Arc::new(AtomicU32::new(RUNS));
+            let seen = state.clone();
+            let thread = std::thread::spawn(move || {
+                while seen.load(Ordering::Acquire) == RUNS {
+                    server.work();
+                    if server.may_sleep() {
+                        server.look(1);
+                    }
+                    server.peers.iter().for_each(Peer::announce_awake);
+                }
+            });
+            Self { directory, state, thread: Some(thread) }
+        }
+
+        /// Ends the assist as the end of its process would.
+        pub fn end(&mut self) {
+            self.state.store(ENDS, Ordering::Release);
+            self.thread.take().into_iter().for_each(|thread| thread.join().unwrap());
+        }
+    }
+
+    impl Drop for TestAssist {
+        fn drop(&mut self) {
+            self.end();
+            let _ = std::fs::remove_dir_all(&self.directory);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd;
+
+    use verbs::DmaMemory;
+
+    use super::testing::TestAssist;
+    use super::*;
+    use crate::assist::link::{Link, socket_path};
+    use crate::assist::protocol::VERSION;
+    use crate::assist::ring;
+
+    /// Sends packets as a hostile host. Returns the assist's reason for the end of the session.
+    fn refused(assist: &TestAssist, packets: &[(Message, usize)]) -> String {
+        let socket = pool::socket::connect(&socket_path(&assist.directory)).unwrap();
+        // Memory of a kind and size that nothing accepts.
+        let file = socket::sealed_memory(4096).unwrap();
+        for (message, descriptors) in packets {
+            let files = vec![file.as_fd(); *descriptors];
+            // The assist may have closed the socket before.
+            let _ = socket::send(socket.as_fd(), message, &files);
+        }
+        loop {
+            match socket::receive(socket.as_fd()) {
+                Ok(Some((Message::Refused(why), _))) => return why,
+                Ok(Some(_)) => {}
+                Ok(None) | Err(_) => return "the end".into(),
+            }
+        }
+    }
+
+    #[test]
+    fn hostile_hosts_are_refused_and_others_go_on() {
+        let assist = TestAssist::start("hostile");
+        let honest = Link::connect(&assist.directory).unwrap();
+        let hello = || (Message::Hello { version: VERSION }, 0);
+        let cases: [(&[(Message, usize)], &str); 9] = [
+            (&[(Message::Ring, 1)], "unexpected packet"),
+            (&[(Message::Hello { version: 9 }, 0)], "version 9 of the process"),
+            (&[hello(), (Message::Ring, 0)], "the end"),
+            (&[hello(), (Message::Wake, 0)], "unexpected packet"),
+            (&[hello(), (Message::Ring, 1)], "4096 bytes of"),
+            (&[hello(), (Message::Frames { bytes: 1 << 50 }, 1)], "4096 bytes of"),
+            (&[hello(), (Message::Queues { node: 1 << 40 }, 2)], "unexpected packet"),
+            (
+                &[hello(), (Message::Lent { node: 0, bytes: 1, state: vec![1; 99] }, 1)],
+                "without their memory",
+            ),
+            (&[hello(), (Message::Refused("no".into()), 0)], "unexpected packet"),
+        ];
+        for (packets, why) in cases {
+            let answer = refused(&assist, packets);
+            assert!(answer.contains(why), "{packets:?}: {answer}");
+        }
+        let file = socket::sealed_memory(4096).unwrap();
+        honest.share_frames(file.as_fd(), 4096).unwrap();
+    }
+
+    #[test]
+    fn session_ends_when_the_ring_violates_its_layout() {
+        let assist = TestAssist::start("violation");
+        let link = Link::connect(&assist.directory).unwrap();
+        let file = socket::sealed_memory(4096).unwrap();
+        link.share_frames(file.as_fd(), 4096).unwrap();
+        let chunks = Message::Chunks { address: 0, bytes: 4096 };
+        link.send(&chunks, &[file.as_fd()]).unwrap();
+        let (control, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        link.send(&Message::Control, &[control.as_fd()]).unwrap();
+        let bytes = ring::BYTES.next_multiple_of(4096);
+        let ring = socket::sealed_memory(bytes).unwrap();
+        let memory = DmaMemory::map_shared(&ring, 0, bytes).unwrap();
+        drop(ring::Producer::new(memory.clone()));
+        link.send(&Message::Ring, &[ring.as_fd()]).unwrap();
+        // The producer's index.
+        memory.word32(64).store(1000, std::sync::atomic::Ordering::Release);
+        link.wake();
+        let why = link.wait_for_end();
+        assert!(why.as_deref().is_some_and(|why| why.contains("1000 requests")), "{why:?}");
+        // The pages of a session that has ended are not mapped any more.
+        let own = format!("/proc/self/fd/{}", ring.as_raw_fd());
+        let inode = |path: &str| std::fs::metadata(path).unwrap();
+        use std::os::unix::fs::MetadataExt;
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let number = format!(" {} ", inode(&own).ino());
+        assert_eq!(maps.lines().filter(|line| line.contains(&number)).count(), 1, "the test's own");
+    }
+}

@@ -103,3 +103,111 @@ impl<N: LendingNic> PoolTransport<N> {
         self.chunks().grant(io.chunk).node
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use pool::{Endpoint, Service, Settings};
+
+    use super::*;
+    use crate::assist::server::testing::TestAssist;
+    use crate::transport::{ChunkHandle, Direction};
+
+    const FRAMES: u32 = 32;
+
+    fn start() -> Service {
+        let settings = Settings { donate_bytes: 8 << 20, ..Settings::default() };
+        Service::start(&settings, &Endpoint::Fresh).unwrap()
+    }
+
+    /// The first word of a frame.
+    fn word(transport: &dyn Transport, frame: u32) -> &AtomicU64 {
+        assert!(frame < FRAMES);
+        // SAFETY: a word of the frames, which live as long as the transport.
+        unsafe {
+            let at = transport.frames().base.add(frame as usize * PAGE_BYTES);
+            AtomicU64::from_ptr(at.cast())
+        }
+    }
+
+    /// Writes pages to chunks and reads them back, `lane` by `lane`.
+    fn pass(transport: &dyn Transport, chunks: &[ChunkHandle], value: u64) {
+        let half = FRAMES / 2;
+        let chunk = |at: u32| chunks[at as usize % chunks.len()];
+        let io = |at: u32, frame| PageIo {
+            chunk: chunk(at),
+            offset_bytes: at * 2 * PAGE_BYTES as u32,
+            frame,
+            pages: 1,
+        };
+        let out: Vec<PageIo> = (0..half).map(|at| io(at, at)).collect();
+        (0..half)
+            .for_each(|at| word(transport, at).store(value + u64::from(at), Ordering::Relaxed));
+        transport.post(Lane::WriteBack, Direction::Write, &out).unwrap().wait().unwrap();
+        let back: Vec<PageIo> = (0..half).map(|at| io(at, FRAMES - 1 - at)).collect();
+        transport.post(Lane::Prefetch, Direction::Read, &back).unwrap().wait().unwrap();
+        for at in 0..half {
+            let arrived = word(transport, FRAMES - 1 - at).load(Ordering::Relaxed);
+            assert_eq!(arrived, value + u64::from(at));
+        }
+        // The lane on which a thread waits is never lent.
+        transport.run(Lane::Demand, Direction::Read, &[io(3, 0)]).unwrap();
+        assert_eq!(word(transport, 0).load(Ordering::Relaxed), value + 3);
+    }
+
+    fn check(name: &str, services: &[Service]) {
+        let mut assist = TestAssist::start(name);
+        let nodes: Vec<Address> =
+            services.iter().map(|service| Address::Shm(service.path().to_owned())).collect();
+        let link = Arc::new(Link::connect(&assist.directory).unwrap());
+        let transport: Arc<dyn Transport> =
+            connect_with_assist(&nodes, FRAMES, link).unwrap().into();
+        assert!(transport.stats().assist.is_used);
+        // Two chunks of each memory node.
+        let mut chunks = Vec::new();
+        while chunks.len() < 2 * nodes.len() {
+            transport.allocate_chunks(1, &mut chunks).unwrap();
+        }
+        // Before a thread watches the assist, the process moves all pages on the lane of its own.
+        pass(&*transport, &chunks, 1000);
+        assert_eq!(transport.stats().assist.pages, 0);
+        let watched = transport.clone();
+        let watch = std::thread::spawn(move || watched.watch());
+        let mut value = 2000;
+        while transport.stats().assist.pages < 200 {
+            pass(&*transport, &chunks, value);
+            value += 100;
+        }
+        assist.end();
+        watch.join().unwrap();
+        let pages = transport.stats().assist.pages;
+        (1..5).for_each(|round| pass(&*transport, &chunks, value + 1000 * round));
+        assert_eq!(transport.stats().assist.pages, pages);
+        assert!(transport.stats().assist.is_lost);
+        chunks.into_iter().for_each(|chunk| transport.free_chunk(chunk).unwrap());
+    }
+
+    #[test]
+    fn lent_queues_move_pages_and_come_back() {
+        check("lent", &[start()]);
+    }
+
+    #[test]
+    fn queues_of_two_memory_nodes_are_lent() {
+        check("lent-two", &[start(), start()]);
+    }
+
+    #[test]
+    fn process_goes_on_without_an_assist_that_accepts_no_queues() {
+        let service = start();
+        let mut assist = TestAssist::start("lent-none");
+        let link = Arc::new(Link::connect(&assist.directory).unwrap());
+        assist.end();
+        let nodes = [Address::Shm(service.path().to_owned())];
+        let transport = connect_with_assist(&nodes, FRAMES, link).unwrap();
+        assert!(!transport.stats().assist.is_used);
+        let chunk = transport.allocate_chunk().unwrap();
+        pass(&*transport, &[chunk], 7);
+    }
+}
