@@ -11,6 +11,8 @@ use verbs::Backoff;
 use super::protocol::Message;
 use super::session::{Session, SetUp, Step};
 use super::socket;
+use crate::priority::HandlerPriority;
+use crate::sys;
 
 /// Rounds with work between two looks at the sockets.
 const ROUNDS: u32 = 64;
@@ -34,8 +36,8 @@ enum State {
 pub struct Server {
     listener: Listener,
     peers: Vec<Peer>,
-    /// Number of peers above which no connection is accepted.
-    peers_max: usize,
+    /// Is closed to accept a connection when descriptors have run out.
+    spare: Option<OwnedFd>,
 }
 
 impl Server {
@@ -45,28 +47,43 @@ impl Server {
     /// The socket cannot be made.
     pub fn listen(path: &Path) -> Result<Self, pool::Error> {
         let listener = Listener::bind(&Endpoint::At(path.to_owned()))?;
-        Ok(Self { listener, peers: Vec::new(), peers_max: SESSIONS_MAX })
+        Ok(Self { listener, peers: Vec::new(), spare: spare() })
     }
 
-    /// Serves the hosts. Never returns.
+    /// Serves the hosts, scheduled as the handlers of faults are. Never returns.
     pub fn serve(&mut self) -> ! {
-        let (mut backoff, mut rounds) = (Backoff::new(), 0);
+        let mut priority = HandlerPriority::ask();
         loop {
-            if self.work() {
-                backoff = Backoff::new();
-                rounds += 1;
-                if rounds == ROUNDS {
-                    rounds = 0;
-                    self.look(0);
-                }
-            } else if !backoff.snooze() {
-                if self.may_sleep() {
-                    self.look(-1);
-                }
-                self.peers.iter().for_each(Peer::announce_awake);
-                backoff = Backoff::new();
+            let start = sys::now_ns();
+            let is_idle = self.work_for_a_while();
+            priority.served(start, sys::now_ns());
+            match is_idle {
+                true => self.sleep(),
+                false => self.look(0),
             }
         }
+    }
+
+    /// Works until no session has had work for some microseconds (true), or until [`ROUNDS`] rounds
+    /// had work (false).
+    fn work_for_a_while(&mut self) -> bool {
+        let (mut backoff, mut rounds) = (Backoff::new(), 0);
+        while rounds < ROUNDS {
+            if self.work() {
+                (backoff, rounds) = (Backoff::new(), rounds + 1);
+            } else if !backoff.snooze() {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Sleeps until a host sends a packet or a transfer ends, unless there is work already.
+    fn sleep(&mut self) {
+        if self.may_sleep() {
+            self.look(-1);
+        }
+        self.peers.iter().for_each(Peer::announce_awake);
     }
 
     /// Gives each session a turn. Returns true if one of them had work.
@@ -102,8 +119,7 @@ impl Server {
             .iter()
             .map(|peer| socket::polled(peer.socket.as_fd(), libc::POLLIN))
             .collect();
-        let accepts = if self.peers.len() < self.peers_max { libc::POLLIN } else { 0 };
-        polled.push(socket::polled(self.listener.as_fd(), accepts));
+        polled.push(socket::polled(self.listener.as_fd(), libc::POLLIN));
         let mut add = |event: BorrowedFd<'_>| polled.push(socket::polled(event, libc::POLLIN));
         self.peers.iter().for_each(|peer| peer.events(&mut add));
         if socket::poll(&mut polled, timeout_ms) == 0 {
@@ -119,16 +135,31 @@ impl Server {
         }
     }
 
+    /// Accepts a connection. One that is not to be served is closed at once, so that its host goes
+    /// on without the assist and does not wait.
     fn accept(&mut self) {
         match self.listener.accept() {
-            Ok(Some(socket)) if pool::socket::user(&socket) == Some(own_user()) => {
+            Ok(Some(socket)) if self.peers.len() < SESSIONS_MAX && is_own_user(&socket) => {
                 self.peers.push(Peer { state: State::SetsUp(SetUp::default()), socket });
             }
             Ok(_) => {}
-            // Descriptors have run out. The connection stays in the queue until a host has ended.
-            Err(_) => self.peers_max = self.peers.len(),
+            // Descriptors have run out.
+            Err(_) => {
+                self.spare = None;
+                drop(self.listener.accept());
+                self.spare = spare();
+            }
         }
     }
+}
+
+/// Opens a descriptor of no use; `None` if descriptors have run out.
+fn spare() -> Option<OwnedFd> {
+    std::fs::File::open("/dev/null").map(OwnedFd::from).ok()
+}
+
+fn is_own_user(socket: &OwnedFd) -> bool {
+    pool::socket::user(socket) == Some(own_user())
 }
 
 fn own_user() -> u32 {
@@ -241,6 +272,7 @@ pub(crate) mod testing {
             let thread = std::thread::spawn(move || {
                 while seen.load(Ordering::Acquire) == RUNS {
                     server.work();
+                    // Not without a limit, because no packet wakes the thread at its end.
                     if server.may_sleep() {
                         server.look(1);
                     }

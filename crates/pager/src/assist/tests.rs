@@ -115,7 +115,7 @@ impl Assisted for Node {
     }
 }
 
-/// Moves pages when the test says so.
+/// Moves the pages of a session between the memory of a [`Node`].
 struct FakeMover {
     node: Node,
     /// Sees the completion words, as the host does.
