@@ -201,6 +201,7 @@ fn nothing_of_the_borrower_is_in_flight_after_take_back() {
         for i in 0..BLOCKS as usize {
             bed.local.memory().write(i * PIECE, &[0x11; PAGE]);
         }
+        // Time for a late store; without one this test passes whatever the time.
         std::thread::sleep(Duration::from_millis(20));
         let page_of = |i: usize| bed.local_page(i * PIECE / PAGE);
         assert!((0..BLOCKS as usize).all(|i| page_of(i) == [0x11; PAGE]), "a late store");
@@ -351,7 +352,8 @@ proptest! {
 
     #[test]
     fn random_states_never_panic(
-        [cqn, ring, record, entries, next, qpn, slot, qp_ring, blocks] in prop::array::uniform9(number()),
+        [cqn, ring, record, entries, next, qpn, slot, qp_ring, blocks]
+            in prop::array::uniform9(number()),
     ) {
         let (_lendable, borrowed) = memory();
         let state = format!(

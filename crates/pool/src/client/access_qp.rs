@@ -187,7 +187,7 @@ impl<N: Nic> Group<N> {
         let cq = nic.create_cq(CqAttr { entries, ignore_overrun: false })?;
         let completer = Arc::new(Completer::new(cq));
         let access_qp = |index: u32| -> Result<AccessQp<N>, Error> {
-            let lendable = lendable.filter(|_| index % lanes as u32 > 0);
+            let lendable = lendable.filter(|_| !index.is_multiple_of(lanes as u32));
             let completer = lendable.unwrap_or(&completer).clone();
             let attr = QpAttr {
                 send_cq: completer.cq(),

@@ -32,7 +32,7 @@ pub const STATE_MAX: usize = 128 << 10;
 /// Maximum QPs that are lent with one CQ.
 pub const QPS_MAX: usize = 1024;
 
-/// What a borrower needs besides the memory: see [`SoftNic::adopt`].
+/// State and descriptor of lent queues, for [`SoftNic::adopt`].
 #[derive(Debug)]
 pub struct Lent {
     /// Positions and sizes of the queues, at most [`STATE_MAX`] bytes.

@@ -42,10 +42,10 @@ impl<N: Nic> Lendable<N> {
     }
 }
 
-/// What a borrower needs besides the memory that it has mapped.
+/// State and descriptor of lent lanes, for a borrower that has mapped the memory of the queues.
 #[derive(Debug)]
 pub struct LentLanes {
-    /// Positions and sizes, for [`BorrowedLanes::adopt`]: about 60 bytes for each QP.
+    /// Positions and sizes, for [`BorrowedLanes::adopt`]: about 50 bytes for each QP.
     pub state: Vec<u8>,
     /// The descriptor that wakes the NIC.
     pub wake: OwnedFd,
@@ -114,7 +114,8 @@ impl<N: LendingNic> Pool<N> {
     /// between chunks and `buffer`. Until [`Pool::take_back`], this process can transfer nothing on
     /// these lanes.
     ///
-    /// No transfer should be in flight on these lanes; one that is ends with an error.
+    /// No transfer should be in flight on these lanes; one that is ends with an error. The end of
+    /// this process or of its pool ends the loan at the NIC.
     ///
     /// # Errors
     /// The lanes cannot be lent, or are lent.
@@ -131,7 +132,13 @@ impl<N: LendingNic> Pool<N> {
         let LentQueues { state: queues, wake } = inner.nic.lend(cq, &qps)?;
         *is_lent = true;
         epochs.iter_mut().for_each(|epoch| **epoch += 1);
-        inner.lent_qps().try_for_each(|access| access.reconnect(&*inner.control))?;
+        if let Err(error) =
+            inner.lent_qps().try_for_each(|access| access.reconnect(&*inner.control))
+        {
+            // No borrower has the state yet. If this fails too, the NIC is gone.
+            *is_lent = inner.nic.take_back(cq, &qps).is_err();
+            return Err(error);
+        }
         let region = buffer.region();
         let bytes = buffer.len() as u64;
         let local = Local { lkey: region.key(), base: region.iova(), bytes };

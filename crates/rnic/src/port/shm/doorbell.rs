@@ -128,7 +128,12 @@ mod tests {
         assert_eq!(word.load(Ordering::Relaxed), 0x0009_0000);
         assert!(MappedDoorbell::new(page.clone(), 2).is_none());
         // A new owner of the slot writes the same index.
-        MappedDoorbell::new(page.clone(), 1).unwrap().write(0);
+        let mut second = MappedDoorbell::new(page.clone(), 1).unwrap();
+        second.write(0);
         assert_eq!(word.load(Ordering::Relaxed), 0x000a_0000);
+        // The first owner takes the slot back, and also writes the same index.
+        doorbell.reset();
+        doorbell.write(0);
+        assert_eq!(word.load(Ordering::Relaxed), 0x000b_0000);
     }
 }

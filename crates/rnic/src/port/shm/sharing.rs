@@ -65,8 +65,8 @@ fn populate(memory: &DmaMemory) -> Result<(), Errno> {
     done
 }
 
-/// Maps memory of another process before the NIC's process seals it: at most `most` bytes, the whole
-/// memfd. The size is sealed first, so that an access to the mapping cannot fail because the other
+/// Maps a whole memfd of another process, at most `most` bytes, before the NIC's process seals it.
+/// The size is sealed first, so that an access to the mapping cannot fail because the other
 /// process shrinks the memfd.
 pub(super) fn borrow(fd: &OwnedFd, most: u64) -> Result<DmaMemory, Error> {
     let seals = check_kind(fd)?;

@@ -9,13 +9,15 @@ use std::time::Duration;
 
 use pool::{
     Address, BorrowedLanes, BorrowedMemory, Buffer, ChunkMemory, ChunkPart, DefaultNic, Direction,
-    Endpoint, Error, Grant, Lane, LaneTransfer, Listen, LocalNic, NicService, Options, Pool,
-    Remote, Service, Settings, Transfer, map_frames, schemes,
+    Endpoint, Error, Grant, Lane, LaneTransfer, LentLanes, Listen, LocalNic, NicService, Options,
+    Pool, Remote, Service, Settings, Transfer, map_frames, schemes,
 };
 use rnic::port::shm::socket::{Packet, receive, send};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use verbs::Status;
+
+mod hostile;
 
 const ROLE: &str = "GRANARY_TEST_LEND_ROLE";
 /// Bytes of a chunk. Many and large transfers are in flight when the borrower is killed.
@@ -48,7 +50,7 @@ fn borrower(owner: &OwnedFd) {
     send(owner, b"mapped", &[]).unwrap();
     let Packet { bytes: state, descriptors } = hear(owner);
     let [wake] = <[OwnedFd; 1]>::try_from(descriptors).unwrap();
-    let mut lanes = BorrowedLanes::adopt(&memory, pool::LentLanes { state, wake }).unwrap();
+    let mut lanes = BorrowedLanes::adopt(&memory, LentLanes { state, wake }).unwrap();
     while let Ok(Some(packet)) = receive(owner) {
         let (order, transfers) = decode(&packet.bytes);
         match order {
@@ -436,7 +438,7 @@ fn lanes_that_no_borrower_can_use_are_not_lent() {
     drop((service, nic));
 }
 
-// --- direct access to the chunks of a private memory node -----------------------------------------
+// --- direct access to the chunks of a private memory node ---------------------------------------
 
 /// Copies a chunk to the frames, and frames to the next chunk.
 fn direct(owner: &OwnedFd) {
