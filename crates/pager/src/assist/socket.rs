@@ -24,7 +24,13 @@ pub fn send(
 /// Receives a packet with its descriptors. `None` if the peer has closed the connection, or the
 /// packet is none of the protocol.
 pub fn receive(socket: BorrowedFd<'_>) -> io::Result<Option<(Message, Vec<OwnedFd>)>> {
-    let Some(packet) = pool::socket::receive(socket)? else { return Ok(None) };
+    let received = match pool::socket::receive(socket) {
+        // The peer has closed its end with packets that it had not read. The kernel reports this
+        // once, before the last packets of the peer.
+        Err(error) if error.raw_os_error() == libc::ECONNRESET => pool::socket::receive(socket),
+        other => other,
+    };
+    let Some(packet) = received? else { return Ok(None) };
     let message = Message::decode(&packet.bytes);
     let has_all = |message: &Message| message.descriptors() == packet.descriptors.len();
     Ok(message.filter(has_all).map(|message| (message, packet.descriptors)))
