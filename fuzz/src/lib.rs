@@ -10,8 +10,10 @@
 //! | `service` | packets to a memory node's socket | the memory node answers another client |
 //! | `trace` | a fault trace | decoding checks every field; an encoded trace decodes to the same events |
 //! | `executable` | the file of a program | decoding ends; only ELF files have a kind |
+//! | `assist` | a packet to the assist, and the entries of a ring | each request is within its frames; the rest is refused |
 //! | `hosts` | bytes to a memory node's TCP port | the memory node answers another host |
 
+pub mod assist;
 pub mod engine;
 pub mod executable;
 pub mod hosts;

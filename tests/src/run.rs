@@ -141,6 +141,14 @@ impl Site {
         }
     }
 
+    /// Returns the assist of a running program (`--assist process`): there is exactly one.
+    pub fn assist(&self, running: &Running) -> Pid {
+        let mut children = children(running);
+        children.retain(|&child| argument(child, 1) == "assist");
+        let [assist] = children[..] else { panic!("not one assist: {children:?}") };
+        Pid::from_raw(assist).expect("a pid")
+    }
+
     /// Asserts that all chunks of a served node become free after the program has ended. A private
     /// node has ended with its command.
     pub fn assert_all_chunks_free(&self) {
@@ -157,7 +165,7 @@ impl Site {
     }
 }
 
-/// The child processes of `granary run`: its memory node and the program.
+/// The child processes of `granary run`: its memory node, its assist and the program.
 fn children(running: &Running) -> Vec<i32> {
     let pid = running.pid();
     let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));

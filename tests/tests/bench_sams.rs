@@ -23,7 +23,7 @@ fn programs_run_on_every_system_that_this_machine_has() {
     let records: Vec<Record> =
         records.unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     for program in ["quicksort", "stream"] {
-        for system in ["plain", "linux", "fastswap", "two", "zram", "file"] {
+        for system in ["plain", "linux", "fastswap", "two", "two+assist", "zram", "file"] {
             let of = |record: &&Record| {
                 let is = |key: &str, value: &str| {
                     record.setting.get(key).is_some_and(|own| own.to_string() == value)

@@ -11,16 +11,22 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Makes the kernel send SIGTERM to the command's process when this process ends for any reason.
+/// Makes the kernel send SIGTERM to the command's process when this process ends for any reason. See
+/// [`signal_with_parent`].
+pub fn terminate_with_parent(command: &mut Command) -> &mut Command {
+    signal_with_parent(command, Signal::TERM)
+}
+
+/// Makes the kernel send a signal to the command's process when this process ends for any reason.
 ///
 /// The command must be spawned from the main thread, because the kernel sends the signal when the
 /// thread that spawned the child ends.
-pub fn terminate_with_parent(command: &mut Command) -> &mut Command {
+fn signal_with_parent(command: &mut Command, signal: Signal) -> &mut Command {
     let us = rustix::process::getpid();
     // SAFETY: between fork and exec the closure makes system calls only and allocates nothing.
     unsafe {
         command.pre_exec(move || {
-            rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
+            rustix::process::set_parent_process_death_signal(Some(signal))?;
             // The parent may have ended between fork and prctl; then no signal would come.
             match rustix::process::getppid() {
                 Some(parent) if parent == us => Ok(()),
@@ -38,24 +44,36 @@ pub struct ChildProcess {
     input: Option<ChildStdin>,
     /// Stays open as long as the child, because a server prints a summary when it stops.
     output: BufReader<ChildStdout>,
+    /// Ends a server.
+    end: Signal,
 }
 
 impl ChildProcess {
     /// Starts a server, in a process group of its own: Ctrl-C at the terminal must reach the
     /// program that uses the server, and not the server.
     pub fn spawn_server(command: &mut Command) -> io::Result<Self> {
-        Self::spawn(command.process_group(0).stdin(Stdio::null()))
+        Self::spawn(command.process_group(0).stdin(Stdio::null()), Signal::TERM)
+    }
+
+    /// Starts a server without state, which is killed at the end. So it also ends if it is stopped.
+    pub fn spawn_stateless(command: &mut Command) -> io::Result<Self> {
+        Self::spawn(command.process_group(0).stdin(Stdio::null()), Signal::KILL)
     }
 
     /// Starts a worker, which reads tasks from its standard input.
     pub fn spawn_worker(command: &mut Command) -> io::Result<Self> {
-        Self::spawn(command.stdin(Stdio::piped()))
+        Self::spawn(command.stdin(Stdio::piped()), Signal::TERM)
     }
 
-    fn spawn(command: &mut Command) -> io::Result<Self> {
-        let mut child = terminate_with_parent(command.stdout(Stdio::piped())).spawn()?;
+    fn spawn(command: &mut Command, end: Signal) -> io::Result<Self> {
+        let mut child = signal_with_parent(command.stdout(Stdio::piped()), end).spawn()?;
         let output = BufReader::new(child.stdout.take().expect("its output is a pipe"));
-        Ok(Self { input: child.stdin.take(), child, output })
+        Ok(Self { input: child.stdin.take(), child, output, end })
+    }
+
+    /// Returns the process id, which stays valid until this value is dropped.
+    pub fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
     }
 
     /// Writes one JSON object, on one line, to a worker.
@@ -85,7 +103,7 @@ impl Drop for ChildProcess {
     fn drop(&mut self) {
         if self.input.take().is_none() {
             // No effect on a child that has ended: its process id stays valid until `wait`.
-            let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
+            let _ = kill_process(self.pid(), self.end);
         }
         // The exit status of a child that is no longer needed is of no interest.
         let _ = self.child.wait();

@@ -1,4 +1,4 @@
-//! The limit of open file descriptors of a memory node's process.
+//! The limit of open file descriptors of a server's process.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -7,16 +7,21 @@ const PER_CLIENT: u64 = 4;
 /// Descriptors of the memory node itself, and of connections that only query its status.
 const BASE: u64 = 256;
 
+/// Raises this process's soft limit to the hard limit. Returns the limit, `None` if there is none.
+pub fn raise_limit() -> Option<u64> {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    match setrlimit(Resource::Nofile, raised) {
+        Ok(()) => limit.maximum,
+        Err(_) => limit.current,
+    }
+}
+
 /// Raises this process's soft limit to the hard limit, and warns if that is too low for `clients`.
 ///
 /// The usual soft limit, 1024, protects programs that use `select`; 256 clients need more.
 pub fn raise_limit_for(clients: u32) {
-    let limit = getrlimit(Resource::Nofile);
-    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
-    let current = match setrlimit(Resource::Nofile, raised) {
-        Ok(()) => limit.maximum,
-        Err(_) => limit.current,
-    };
+    let current = raise_limit();
     let needed = BASE + PER_CLIENT * u64::from(clients);
     if let Some(current) = current
         && current < needed

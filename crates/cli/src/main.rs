@@ -10,6 +10,7 @@
 // Documentation comments are help texts, whose square brackets are not links.
 #![allow(rustdoc::broken_intra_doc_links)]
 
+mod assist;
 mod bound;
 mod child;
 mod commands;

@@ -11,6 +11,7 @@ use units::Size;
 use units::number::thousands;
 use units::scheduling::Scheduling;
 
+use crate::assist::AssistProcess;
 use crate::child;
 use crate::node::{CpuTimes, nic_scheduling};
 
@@ -117,6 +118,16 @@ pub struct RunSummary {
     /// CPU time of the memory node's control threads while the program ran, including the set-up
     /// of connections.
     pub control_cpu_s: f64,
+    /// CPU time of the assist; `None` without an assist.
+    pub assist_cpu_s: Option<f64>,
+    /// Of the processes, those that have or had a session with the assist.
+    pub assist_processes: u64,
+    /// Pages that the assist moved.
+    pub assist_pages: u64,
+    /// Of these processes, those whose session has ended before them.
+    pub assist_sessions_lost: u64,
+    /// The assist has ended before the program.
+    pub assist_gone: bool,
 }
 
 impl RunSummary {
@@ -180,6 +191,11 @@ impl RunSummary {
             nic_cpu_s: nic.as_secs_f64(),
             nic_sleeps: after.nic_wakeups.saturating_sub(before.nic_wakeups),
             control_cpu_s: control.as_secs_f64(),
+            assist_cpu_s: None,
+            assist_processes: counted(Counter::AssistedProcesses),
+            assist_pages: counted(Counter::AssistPages),
+            assist_sessions_lost: counted(Counter::AssistsLost),
+            assist_gone: false,
         }
     }
 }
@@ -191,6 +207,13 @@ impl RunSummary {
         let local_limit_bytes = bound.total_bytes.unwrap_or(self.local_limit_bytes);
         let local_given_peak_bytes = Some(bound.given_peak_bytes);
         Self { local_limit_bytes, local_given_peak_bytes, ..self }
+    }
+
+    /// Adds the assist of the run.
+    pub fn with_assist(self, assist: Option<&AssistProcess>) -> Self {
+        let Some(assist) = assist else { return self };
+        let assist_cpu_s = Some(assist.cpu_time().as_secs_f64());
+        Self { assist_cpu_s, assist_gone: assist.is_gone(), ..self }
     }
 }
 
@@ -235,6 +258,18 @@ impl fmt::Display for RunSummary {
             self.nic_scheduling
         )?;
         let ms = |seconds: f64| thousands((seconds * 1e3).round() as u64);
+        if let Some(cpu_s) = self.assist_cpu_s {
+            let gone = if self.assist_gone { "; the assist is gone" } else { "" };
+            writeln!(
+                f,
+                "  assist        {:>12}   pages moved for {} of {} process(es), with {} ms of \
+                 CPU{gone}",
+                thousands(self.assist_pages),
+                thousands(self.assist_processes),
+                thousands(self.processes),
+                ms(cpu_s)
+            )?;
+        }
         write!(
             f,
             "  memory node   {:>9} ms   of control CPU, {} ms of the NIC thread, which slept {} \

@@ -41,6 +41,18 @@ fn wrong_command_line_exits_with_2_and_a_reason() {
         (&["bench", "paper", "sams", "--memory", "1MiB"], "at least 8MiB"),
         (&["bench", "paper", "finemem", "--memory", "8MiB"], "only the programs of sams"),
         (&["run", "--local", "8MiB", "--paths", "x", "--", "true"], "expected linux, fastswap"),
+        (
+            &["run", "--local=8MiB", "--assist=process", "--paths=linux", "--", "true"],
+            "--assist process: --paths linux has no work for an assist",
+        ),
+        (
+            &["run", "--local=8MiB", "--assist=process", "--pool=memory:1GiB", "--", "true"],
+            "--assist process: pages of a local store",
+        ),
+        (
+            &["run", "--local=8MiB", "--assist=process", "--scheme=odrp", "--", "true"],
+            "--assist process: scheme odrp moves pages by requests",
+        ),
     ] {
         let output = run(arguments);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", stderr(&output));

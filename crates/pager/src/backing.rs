@@ -64,6 +64,16 @@ impl Backing {
         self.transport.descriptors(keep);
     }
 
+    /// Returns true if a thread must call [`Backing::watch`].
+    pub fn is_watched(&self) -> bool {
+        self.transport.is_watched()
+    }
+
+    /// Runs the transport's thread.
+    pub fn watch(&self) {
+        self.transport.watch();
+    }
+
     /// Returns the first byte of a frame.
     pub fn frame(&self, frame: FrameId) -> *mut u8 {
         assert!(frame.0 < self.frames.frames, "{frame:?} of {}", self.frames.frames);

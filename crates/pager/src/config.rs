@@ -5,6 +5,7 @@
 //! | `GRANARY_LOCAL` | bytes of paged memory that may be resident, frames and shelf included |
 //! | `GRANARY_BOUND` | `run`: all processes of the run share the bound ([`crate::ledger`]); else each has its own |
 //! | `GRANARY_POOL` | backing memory: memory node addresses ([`pool::Address`]) or a store ([`crate::store`]) |
+//! | `GRANARY_ASSIST` | `process`: an assist moves the page lists of prefetch and write-back ([`crate::assist`]); absent: none |
 //! | `GRANARY_DIRECT` | `1`: the memory node is private and passes on its chunk memory (`direct_transport`) |
 //! | `GRANARY_RUN_DIR` | directory of ledger and counters; absent: counters are private |
 //! | `GRANARY_REGION` | bytes of address space to reserve (default 1 TiB) |
@@ -33,6 +34,7 @@ use crate::policy::{Name, UnknownPolicy};
 /// needs at once; otherwise the call makes no progress.
 pub const LOCAL_BYTES_MIN: u64 = 4 << 20;
 
+const ASSIST: &str = "GRANARY_ASSIST";
 const BOUND: &str = "GRANARY_BOUND";
 const DIRECT: &str = "GRANARY_DIRECT";
 const FAULT_TIMES: &str = "GRANARY_FAULT_TIMES";
@@ -125,6 +127,8 @@ pub struct Config {
     pub pool: String,
     /// The memory node belongs to this program alone, and passes on its chunk memory.
     pub is_direct: bool,
+    /// An assist that listens in the run's directory moves page lists.
+    pub has_assist: bool,
     /// Directory of the ledger and of the counters' files.
     pub run_directory: Option<PathBuf>,
     /// Path of the fault trace, without `.PID`. A traced process reads no page ahead.
@@ -155,6 +159,7 @@ impl Config {
             shares_bound: false,
             pool: pool.into(),
             is_direct: false,
+            has_assist: false,
             run_directory: None,
             trace: None,
             region_bytes: 1 << 40,
@@ -187,6 +192,7 @@ impl Config {
         let mut config = Self::new(size("GRANARY_LOCAL", &local)?, pool);
         config.shares_bound = get(BOUND).as_deref() == Some("run");
         config.is_direct = get(DIRECT).as_deref() == Some("1");
+        config.has_assist = get(ASSIST).as_deref() == Some("process");
         config.run_directory = get("GRANARY_RUN_DIR").map(PathBuf::from);
         config.fault_times = get(FAULT_TIMES).map(PathBuf::from);
         config.trace = get("GRANARY_TRACE").map(PathBuf::from);
@@ -251,6 +257,9 @@ impl Config {
         if let Some(file) = &self.fault_times {
             variables.push((FAULT_TIMES, file.clone().into()));
         }
+        if self.has_assist {
+            variables.push((ASSIST, "process".into()));
+        }
         if self.allow_unpaged {
             variables.push(("GRANARY_ALLOW_UNPAGED", "1".into()));
         }
@@ -313,6 +322,7 @@ mod tests {
     fn environment_round_trips_all_settings() {
         let mut config = Config::new(64 << 20, "memory:1GiB");
         config.is_direct = true;
+        config.has_assist = true;
         config.shares_bound = true;
         config.run_directory = Some("/run/x".into());
         config.trace = Some("/traces/x".into());

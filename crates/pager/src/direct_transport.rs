@@ -14,9 +14,17 @@
 //!   user, such as a child that has changed its user;
 //! - where the system refuses the system call: beyond `RLIMIT_FSIZE`, or if memory is short.
 
-use pool::{Address, ChunkMemory, DefaultNic};
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use pool::{Address, ChunkMemory, ChunkPart, DefaultNic};
 
 use crate::Error;
+use crate::assist::link::Link;
+use crate::assist::protocol::Message;
+use crate::assist::ring::{Item, Producer};
+use crate::assist::transport::{AssistTransport, Assisted};
 use crate::pool_transport::{self, PoolTransport};
 use crate::sys::PAGE_BYTES;
 use crate::transport::{
@@ -25,7 +33,7 @@ use crate::transport::{
 };
 
 /// A transport that moves pages by `pread` and `pwrite`.
-struct DirectTransport {
+pub(crate) struct DirectTransport {
     memory: ChunkMemory,
     /// Allocates chunks, and moves pages where `memory` cannot.
     pool: PoolTransport<DefaultNic>,
@@ -43,7 +51,42 @@ pub fn connect(nodes: &[Address], frames: u32) -> Result<Box<dyn Transport>, Err
     Ok(Box::new(pool))
 }
 
+/// As [`connect`], with an assist if its process at the other end of `link` accepts the session.
+pub fn connect_with_assist(
+    nodes: &[Address],
+    frames: u32,
+    link: Arc<Link>,
+) -> Result<Box<dyn Transport>, Error> {
+    let mut shared = false;
+    let mut share = |file: BorrowedFd<'_>| {
+        shared = link.share_frames(file, frames as usize * PAGE_BYTES).is_ok();
+    };
+    let pool = pool_transport::connect_showing(nodes, frames, &mut share)?;
+    if let [Address::Shm(path)] = nodes
+        && let Ok(memory) = ChunkMemory::open(path)?
+    {
+        let direct = DirectTransport { memory, pool };
+        return Ok(match shared.then(|| direct.begin_session(&link)) {
+            Some(Ok(producer)) => Box::new(AssistTransport::new(Box::new(direct), link, producer)),
+            _ => Box::new(direct),
+        });
+    }
+    Ok(Box::new(pool))
+}
+
 impl DirectTransport {
+    /// Gives the assist what it needs to move pages between the frames, which it has, and chunks.
+    fn begin_session(&self, link: &Link) -> io::Result<Producer> {
+        for (ChunkPart { address, bytes }, file) in self.memory.parts() {
+            link.send(&Message::Chunks { address, bytes }, &[file])?;
+        }
+        let control = self.pool.control().ok_or(io::ErrorKind::NotConnected)?;
+        // SAFETY: the connection lives as long as the transport.
+        let control = unsafe { BorrowedFd::borrow_raw(control) };
+        link.send(&Message::Control, &[control])?;
+        link.share_ring()
+    }
+
     /// Moves pages with `call`. Its arguments are an address in the chunk memory, a byte offset in
     /// the frames and a number of bytes. Returns false if a call fails.
     fn each(
@@ -125,11 +168,23 @@ impl Transport for DirectTransport {
     }
 }
 
+impl Assisted for DirectTransport {
+    fn item(&self, _: Lane, io: &PageIo) -> Option<Item> {
+        let address = self.pool.address(io.chunk) + u64::from(io.offset_bytes);
+        Some(Item { address, rkey: 0, node: 0, qp: 0, frame: io.frame, pages: io.pages })
+    }
+
+    fn check_alive(&self) -> Result<(), TransportError> {
+        self.pool.check_alive()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use pool::{Endpoint, Service, Settings};
 
     use super::*;
+    use crate::assist::server::testing::TestAssist;
 
     const FRAMES: u32 = 8;
 
@@ -173,6 +228,42 @@ mod tests {
         transport.run(Lane::Demand, Direction::Read, &back).unwrap();
         assert_eq!(wqes(), before);
         chunks.into_iter().for_each(|chunk| transport.free_chunk(chunk).unwrap());
+    }
+
+    #[test]
+    fn assist_moves_pages_of_the_asynchronous_lanes() {
+        let service = start(true);
+        let mut assist = TestAssist::start("direct");
+        let nodes = [Address::Shm(service.path().to_owned())];
+        let link = Arc::new(Link::connect(&assist.directory).unwrap());
+        let transport: Arc<dyn Transport> =
+            connect_with_assist(&nodes, FRAMES, link).unwrap().into();
+        assert!(transport.stats().assist.is_used && transport.is_watched());
+        let watched = transport.clone();
+        let watch = std::thread::spawn(move || watched.watch());
+        let chunk = transport.allocate_chunk().unwrap();
+        let io = |offset_bytes, frame| PageIo { chunk, offset_bytes, frame, pages: 1 };
+        let mut round = 0;
+        let mut pass = |transport: &dyn Transport| {
+            round = (round + 1) % 24;
+            (0..4).for_each(|frame| fill(transport, frame, round * 10 + frame as u8));
+            let out = [io(4096, 0), io(0, 1), io(1 << 18, 2), io(1 << 19, 3)];
+            transport.post(Lane::WriteBack, Direction::Write, &out).unwrap().wait().unwrap();
+            let back = [io(1 << 19, 4), io(4096, 5), io(0, 6), io(1 << 18, 7)];
+            transport.post(Lane::Prefetch, Direction::Read, &back).unwrap().wait().unwrap();
+            let bytes = [4, 5, 6, 7].map(|frame| first_byte(transport, frame));
+            assert_eq!(bytes, [3, 0, 1, 2].map(|frame| round * 10 + frame));
+        };
+        // Passes until the watching thread has begun to use the assist, and one more.
+        while transport.stats().assist.pages < 16 {
+            pass(&*transport);
+        }
+        assist.end();
+        watch.join().unwrap();
+        let pages = transport.stats().assist.pages;
+        pass(&*transport);
+        assert!(transport.stats().assist.is_lost);
+        assert_eq!(transport.stats().assist.pages, pages);
     }
 
     #[test]

@@ -93,6 +93,9 @@ rows! {
     HeldBytes: bytes(gauge("pager_held", "Length of the chunks held, also in the overflow file.")),
     PagesCompacted: counter("pager_pages_compacted", "Pages that compaction moved to another \
                                                       chunk."),
+    AssistPages: counter("pager_pages_by_assist", "Pages that the assist moved."),
+    AssistedProcesses: gauge("pager_processes_assisted", "Paged processes with an assist."),
+    AssistsLost: gauge("pager_assists_lost", "Paged processes whose assist has ended before them."),
 }
 
 /// The declarations of all metrics of paged processes.

@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use crate::advice::AdviceMap;
+use crate::assist::link::Link;
 use crate::awake::FaultTimes;
 use crate::backing::Backing;
 use crate::config::{Config, EXIT_PAGER, Paths};
@@ -341,9 +342,13 @@ impl Pager {
             why,
         })?;
         let blocked = FileSizeSignalBlocked::new();
-        let opened = match config.is_direct {
-            true => direct_transport::connect(&nodes, frames),
-            false => pool_transport::connect(&nodes, frames).map(|pool| Box::new(pool) as _),
+        let opened = match (config.is_direct, Self::link(config)) {
+            (true, Some(link)) => direct_transport::connect_with_assist(&nodes, frames, link),
+            (true, None) => direct_transport::connect(&nodes, frames),
+            (false, Some(link)) => pool_transport::connect_with_assist(&nodes, frames, link),
+            (false, None) => {
+                pool_transport::connect(&nodes, frames).map(|pool| Box::new(pool) as _)
+            }
         };
         match opened {
             Ok(transport) => Ok(transport),
@@ -352,6 +357,13 @@ impl Pager {
             }
             Err(error) => Err(error),
         }
+    }
+
+    /// Connects to the assist of the run. `None` without an assist: then the process itself moves
+    /// its pages.
+    fn link(config: &Config) -> Option<Arc<Link>> {
+        let directory = config.run_directory.as_ref().filter(|_| config.has_assist)?;
+        Link::connect(directory).ok().map(Arc::new)
     }
 
     /// Returns the region.

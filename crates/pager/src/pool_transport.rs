@@ -14,6 +14,7 @@
 //! All memory that the transport uses lies outside the paged region: the frames and the queues are
 //! shared with the NIC, the rest is the library's own heap.
 
+use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
@@ -33,6 +34,9 @@ use crate::transport::{
 };
 
 mod by_requests;
+mod lent;
+
+pub(crate) use lent::connect_with_assist;
 
 /// Longest time that a process waits for a free client entry at a memory node that is full, and the
 /// time between two attempts.
@@ -76,13 +80,34 @@ struct Chunks {
 /// Connects to memory nodes, with NICs that the addresses select, and allocates `frames` frames
 /// for each.
 pub fn connect(nodes: &[Address], frames: u32) -> Result<PoolTransport<DefaultNic>, Error> {
-    PoolTransport::over(connect_with_retry(nodes)?, nodes, frames)
+    PoolTransport::over(connect_with_retry(|| connect_all(nodes))?, nodes, frames)
+}
+
+/// As [`connect`]. `show` is called with the memfd of the frames of each memory node, before the
+/// NIC's process seals it.
+pub(crate) fn connect_showing(
+    nodes: &[Address],
+    frames: u32,
+    show: &mut dyn FnMut(BorrowedFd<'_>),
+) -> Result<PoolTransport<DefaultNic>, Error> {
+    let pools = connect_with_retry(|| connect_all(nodes))?;
+    PoolTransport::over_buffers(pools, nodes, frames, |pool, bytes| pool.buffer_shown(bytes, show))
 }
 
 impl<N: Nic> PoolTransport<N> {
     /// A transport over `pools`, which are connected to `nodes`, with `frames` frames for
     /// each.
     pub fn over(pools: MultiPool<N>, nodes: &[Address], frames: u32) -> Result<Self, Error> {
+        Self::over_buffers(pools, nodes, frames, |pool, bytes| pool.buffer(bytes))
+    }
+
+    /// As [`PoolTransport::over`], with frames that `buffer` allocates at each memory node.
+    fn over_buffers(
+        pools: MultiPool<N>,
+        nodes: &[Address],
+        frames: u32,
+        mut buffer: impl FnMut(&Pool<N>, usize) -> Result<Buffer<N>, pool::Error>,
+    ) -> Result<Self, Error> {
         let chunk = pools.chunk_bytes();
         if chunk < PAGE_BYTES as u64 {
             return Err(Error::Setting {
@@ -94,12 +119,12 @@ impl<N: Nic> PoolTransport<N> {
                 ),
             });
         }
-        let node = |index| -> Result<Node<N>, Error> {
+        let mut node = |index| -> Result<Node<N>, Error> {
             let pool = pools.node(NodeIndex(index));
-            let frames = pool.buffer(frames as usize * PAGE_BYTES)?;
+            let frames = buffer(&pool, frames as usize * PAGE_BYTES)?;
             Ok(Node { pool, frames })
         };
-        let nodes = (0..nodes.len() as u16).map(node).collect::<Result<_, _>>()?;
+        let nodes = (0..nodes.len() as u16).map(&mut node).collect::<Result<_, _>>()?;
         let nodes: Vec<Node<N>> = nodes;
         let by_requests =
             nodes.iter().any(|node| node.pool.scheme().access != AccessKind::OneSided);
@@ -123,6 +148,11 @@ impl<N: Nic> PoolTransport<N> {
     /// [`TransportError::Gone`].
     pub(crate) fn check_alive(&self) -> Result<(), TransportError> {
         self.nodes.nodes[0].pool.control().check_alive().map_err(gone)
+    }
+
+    /// The connection to the first memory node's control thread, if there is one.
+    pub(crate) fn control(&self) -> Option<RawFd> {
+        self.nodes.nodes[0].pool.control().descriptors().first().copied()
     }
 
     fn chunks(&self) -> RwLockReadGuard<'_, Chunks> {
@@ -393,16 +423,22 @@ impl<N: Nic> Transport for PoolTransport<N> {
 
 /// Connects to memory nodes. While a node is full, retries for [`FULL_RETRY_TIMEOUT`], because
 /// other processes of the program may end and free their client entries.
-fn connect_with_retry(nodes: &[Address]) -> Result<MultiPool, pool::Error> {
+fn connect_with_retry(
+    connect: impl Fn() -> Result<MultiPool, pool::Error>,
+) -> Result<MultiPool, pool::Error> {
     let start = Instant::now();
     loop {
-        match MultiPool::connect(nodes, Options::default(), Placement::RoundRobin) {
+        match connect() {
             Err(pool::Error::Full { .. }) if start.elapsed() < FULL_RETRY_TIMEOUT => {
                 std::thread::sleep(FULL_RETRY_INTERVAL);
             }
             other => return other,
         }
     }
+}
+
+fn connect_all(nodes: &[Address]) -> Result<MultiPool, pool::Error> {
+    MultiPool::connect(nodes, Options::default(), Placement::RoundRobin)
 }
 
 fn transfer_of<'a>(io: &PageIo, grant: &'a pool::Grant) -> Transfer<'a> {

@@ -13,7 +13,7 @@ const WINDOW_NS: u64 = 20_000_000;
 /// Busy time in a window from which the handler steps down.
 const BUSY_NS: u64 = WINDOW_NS / 10 * 9;
 
-/// The scheduling of a handler thread.
+/// The scheduling of a handler thread, and of the assist, for whose pages handlers wait.
 pub(crate) struct HandlerPriority {
     scheduling: Scheduling,
     window_start_ns: u64,

@@ -34,7 +34,8 @@ impl Pager {
             pager.enter();
             let result = descriptor::own_table(&keep)
                 .and_then(|()| pager.start_worker())
-                .and_then(|()| pager.start_followers());
+                .and_then(|()| pager.start_followers())
+                .and_then(|()| pager.start_watcher());
             let failed = result.is_err();
             let _ = ready.send(result);
             drop(ready);
@@ -67,6 +68,19 @@ impl Pager {
         spawn("granary-worker", move || {
             pager.enter();
             pager.worker();
+        })
+    }
+
+    /// Starts the thread that watches the assist, if there is one. The thread shares the calling
+    /// thread's descriptor table.
+    pub(crate) fn start_watcher(self: &Arc<Self>) -> std::io::Result<()> {
+        if !self.pages.backing.is_watched() {
+            return Ok(());
+        }
+        let pager = self.clone();
+        spawn("granary-watcher", move || {
+            pager.enter();
+            pager.pages.backing.watch();
         })
     }
 

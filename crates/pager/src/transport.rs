@@ -127,6 +127,19 @@ pub struct TransportStats {
     pub allocations_by_cpu: u64,
     /// True if the calling thread moves the pages, and not a NIC.
     pub is_direct: bool,
+    /// Counters of the assist.
+    pub assist: AssistStats,
+}
+
+/// Counters of the assist of a transport ([`crate::assist`]).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AssistStats {
+    /// The process has a session with the assist, or had one.
+    pub is_used: bool,
+    /// The session has ended.
+    pub is_lost: bool,
+    /// Pages that the assist moved.
+    pub pages: u64,
 }
 
 /// Backing memory of a pager. The handler, the worker and the program's threads call concurrently.
@@ -193,4 +206,12 @@ pub trait Transport: Send + Sync {
     /// Adds the descriptors that the transport needs to `keep`. The pager's threads keep these in a
     /// descriptor table of their own, and the program's copies are closed.
     fn descriptors(&self, keep: &mut Vec<i32>);
+
+    /// Returns true if a thread must call [`Transport::watch`].
+    fn is_watched(&self) -> bool {
+        false
+    }
+
+    /// Runs the thread of a transport that needs one, until it needs it no more.
+    fn watch(&self) {}
 }

@@ -12,28 +12,32 @@
 //! such a parameter.
 
 use std::net::{IpAddr, UdpSocket};
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 
 use metrics::{Metric, Samples};
 use rnic::limits::Limits;
-use rnic::nic::SoftNic;
-use rnic::port::shm::{Host, Session, SessionLimits, ThinFile};
-use verbs::{Error as VerbsError, Qpn, SessionSecret};
+use rnic::nic::lend::{Lent, lendable_bytes};
+use rnic::nic::{SoftCq, SoftNic, SoftQp};
+use rnic::port::shm::{Host, LendableMemory, Session, SessionLimits, ThinFile, map_shared};
+use verbs::direct::DirectQp;
+use verbs::{DmaMemory, Error as VerbsError, Qpn, SessionSecret};
 
 use crate::nic::{
-    ChunkFile, LocalFunction, NicHost, NicOpener, NicReport, NicSession, RemoteFunction,
-    SessionNeeds,
+    ChunkFile, LendingNic, LentQueues, LocalFunction, NicHost, NicOpener, NicReport, NicSession,
+    QueueSizes, RemoteFunction, SessionNeeds,
 };
 use crate::protocol::Dropped;
 use crate::remote::Listen;
 use crate::{
-    Address, EmbeddedNode, Endpoint, Error, LocalNic, MultiPool, NicService, Options, Placement,
-    Pool, Remote, Service, Settings,
+    Address, Buffer, EmbeddedNode, Endpoint, Error, LocalNic, MultiPool, NicService, Options,
+    Placement, Pool, Remote, Service, Settings,
 };
 use scheme::registry::{ClientRegistry, NodeRegistry};
 use units::scheduling::Granted;
+
+pub use rnic::port::shm::BorrowedMemory;
 
 /// The NIC of a pool whose user does not choose one.
 pub type DefaultNic = SoftNic;
@@ -73,6 +77,82 @@ impl NicOpener for SoftOpener {
         let socket = UdpSocket::bind((local, 0)).map_err(system)?;
         let port = socket.local_addr().map_err(system)?.port();
         Ok(RemoteFunction { nic: SoftNic::over(socket)?, port })
+    }
+}
+
+/// Shows the borrower the memory of the queues that a client lends. The borrower maps the two
+/// memfds with [`BorrowedMemory::map`] in this order. Returns true when the borrower has done so.
+pub type ShowQueues = dyn Fn([BorrowedFd<'_>; 2]) -> bool + Send + Sync;
+
+/// Opens the software NIC with queues that can be lent. If the borrower does not map them, they
+/// cannot be lent, and work as usual.
+#[derive(Clone)]
+pub struct LendingOpener {
+    show: Arc<ShowQueues>,
+    /// Bytes of the queues.
+    bytes: usize,
+}
+
+impl LendingOpener {
+    fn attach(&self, path: &Path) -> Result<SoftNic, VerbsError> {
+        if self.bytes > 0
+            && let Ok(lendable) = LendableMemory::new(self.bytes)
+            && (self.show)(lendable.descriptors())
+        {
+            return SoftNic::attach_lendable(path, lendable);
+        }
+        SoftNic::attach(path)
+    }
+}
+
+impl NicOpener for LendingOpener {
+    type Nic = SoftNic;
+
+    fn lending(&self, queues: &QueueSizes) -> Self {
+        Self { bytes: lendable_bytes(&queues.cqs, &queues.send_queues), show: self.show.clone() }
+    }
+
+    fn open_local(&self, path: &Path) -> Result<LocalFunction<SoftNic>, VerbsError> {
+        let nic = self.attach(path)?;
+        Ok(LocalFunction { session: nic.secret(), nic })
+    }
+
+    fn open_remote(
+        &self,
+        local: IpAddr,
+        shared: Option<&LocalNic>,
+    ) -> Result<RemoteFunction<SoftNic>, Error> {
+        match shared {
+            Some(shared) => {
+                Ok(RemoteFunction { nic: self.attach(&shared.socket)?, port: shared.port })
+            }
+            // The threads of this process run that NIC: a borrower would gain nothing.
+            None => SoftOpener.open_remote(local, None),
+        }
+    }
+}
+
+impl LendingNic for SoftNic {
+    type Borrowed = BorrowedMemory;
+
+    fn lend(&self, cq: &SoftCq, qps: &[SoftQp]) -> Result<LentQueues, VerbsError> {
+        let Lent { state, wake } = self.lend(cq, qps)?;
+        Ok(LentQueues { state, wake })
+    }
+
+    fn take_back(&self, cq: &SoftCq, qps: &[SoftQp]) -> Result<(), VerbsError> {
+        self.take_back(cq, qps)
+    }
+
+    fn adopt(
+        memory: &BorrowedMemory,
+        lent: LentQueues,
+    ) -> Result<(SoftCq, Vec<SoftQp>), VerbsError> {
+        SoftNic::adopt(memory, lent.wake, &lent.state)
+    }
+
+    fn send_blocks(qp: &SoftQp) -> u32 {
+        qp.send_ring().entries
     }
 }
 
@@ -234,6 +314,37 @@ impl Address {
             Self::Shm(_) | Self::Roce(_) => Pool::connect_with(SoftOpener, self, options),
         }
     }
+
+    /// Like [`Address::connect`], with queues that can be lent to another process, the borrower,
+    /// by [`Pool::lend_lanes`]. Also at each [`Pool::reconnect`], `show` is called first.
+    pub fn connect_lendable(
+        &self,
+        options: Options,
+        show: impl Fn([BorrowedFd<'_>; 2]) -> bool + Send + Sync + 'static,
+    ) -> Result<Pool, Error> {
+        let opener = LendingOpener { show: Arc::new(show), bytes: 0 };
+        Pool::connect_with(opener, self, Options { is_lendable: true, ..options })
+    }
+}
+
+impl Pool {
+    /// Registers memory like [`Pool::buffer`]. `show` is called with its memfd before the NIC's
+    /// process seals it: only until then can another process map it ([`map_frames`]). `show` is not
+    /// called if this process does not attach to the NIC of another process.
+    pub fn buffer_shown(
+        &self,
+        bytes: usize,
+        show: &mut dyn FnMut(BorrowedFd<'_>),
+    ) -> Result<Buffer<SoftNic>, Error> {
+        self.buffer_over(self.nic().alloc_shown(bytes, show)?)
+    }
+}
+
+/// Maps the memory of another process that [`Pool::buffer_shown`] has shown: the whole memfd, at
+/// most `most` bytes.
+pub fn map_frames(file: &OwnedFd, most: u64) -> Result<DmaMemory, Error> {
+    let why = |e: rnic::port::Error| VerbsError::Refused { verb: "map_frames", why: e.to_string() };
+    Ok(map_shared(file, most).map_err(why)?)
 }
 
 impl MultiPool {

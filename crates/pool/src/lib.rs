@@ -47,7 +47,7 @@ pub mod protocol;
 pub mod remote;
 mod service;
 mod settings;
-mod socket;
+pub mod socket;
 
 pub use scheme::{
     CasStats, ClientId, ConnectReply, ConnectRequest, Error, Grant, GroupId, Lane, NodeStatus,
@@ -60,12 +60,14 @@ pub use {scheme, schemes};
 
 pub use address::{Address, LocalNic, Remote};
 pub use client::control::ControlPlane;
+pub use client::lend::{BorrowedLanes, Direction, Finished, LaneTransfer, LentLanes};
 pub use client::{
     Batch, Buffer, ChunkMemory, EmbeddedNode, Operation, Options, Pool, PoolStats, Transfer,
 };
-pub use edge::DefaultNic;
+pub use edge::{BorrowedMemory, DefaultNic, map_frames};
 pub use multi::{MultiPool, NodeIndex, PlacedGrant, Placement};
 pub use node::{MemoryNode, NodeThreads};
+pub use protocol::ChunkPart;
 pub use remote::{Listen, RemoteAddress, Token};
 pub use service::{NicService, Service};
 pub use settings::Settings;

@@ -23,6 +23,12 @@ pub trait NicOpener: Clone + Send + Sync + 'static {
     /// Type of the NICs.
     type Nic: Nic;
 
+    /// The opener of NICs whose first queues, which have these sizes, can be lent to another
+    /// process. Without such NICs: this opener.
+    fn lending(&self, _queues: &QueueSizes) -> Self {
+        self.clone()
+    }
+
     /// Opens a NIC whose QPs can be connected to QPs of the memory node that serves the socket at
     /// `path`.
     fn open_local(&self, path: &Path) -> Result<LocalFunction<Self::Nic>, VerbsError>;
@@ -34,6 +40,47 @@ pub trait NicOpener: Clone + Send + Sync + 'static {
         local: IpAddr,
         shared: Option<&LocalNic>,
     ) -> Result<RemoteFunction<Self::Nic>, Error>;
+}
+
+/// Sizes of the queues that a client creates.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct QueueSizes {
+    /// Entries of each CQ.
+    pub cqs: Vec<u32>,
+    /// Building blocks of each send queue.
+    pub send_queues: Vec<u32>,
+}
+
+/// A NIC whose queues can be lent to another process.
+pub trait LendingNic: Nic {
+    /// The memory of the queues, which the other process has mapped before the NIC was opened.
+    type Borrowed;
+
+    /// Lends `cq` and `qps`, which are all QPs that complete to it. Resets the QPs; the caller
+    /// connects them again.
+    fn lend(&self, cq: &Self::Cq, qps: &[Self::Qp]) -> Result<LentQueues, VerbsError>;
+
+    /// Takes lent queues back after their borrower has ended. Resets the QPs, so that no transfer
+    /// of the borrower is in flight afterwards; the caller connects them again.
+    fn take_back(&self, cq: &Self::Cq, qps: &[Self::Qp]) -> Result<(), VerbsError>;
+
+    /// In the borrower: adopts the queues. They have no control verbs.
+    fn adopt(
+        memory: &Self::Borrowed,
+        lent: LentQueues,
+    ) -> Result<(Self::Cq, Vec<Self::Qp>), VerbsError>;
+
+    /// Building blocks of the send queue of a QP; a READ or WRITE of one piece takes one.
+    fn send_blocks(qp: &Self::Qp) -> u32;
+}
+
+/// Queues that are lent, for [`LendingNic::adopt`].
+#[derive(Debug)]
+pub struct LentQueues {
+    /// Positions and sizes of the queues.
+    pub state: Vec<u8>,
+    /// The descriptor that wakes the NIC.
+    pub wake: OwnedFd,
 }
 
 /// A function of a NIC that reaches a memory node on this host.

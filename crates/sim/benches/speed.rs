@@ -46,7 +46,7 @@ fn run(name: &str, reads: u32, rounds: u32) {
     };
     let begin = Instant::now();
     let mut cluster = Cluster::new(&spec).expect("a cluster");
-    let options = Options { groups: Some(1), send_blocks: 16 };
+    let options = Options { groups: Some(1), send_blocks: 16, ..Options::default() };
     let processes: Vec<_> = (0..CLIENTS)
         .map(|i| {
             let node = NodeId(1 + (i % NODES as u32) as u16);

@@ -1,5 +1,6 @@
 //! The subcommands, one file each.
 
+mod assist;
 mod bench;
 mod completions;
 mod local;
@@ -29,6 +30,8 @@ pub enum Command {
     Completions(completions::Completions),
     Man(man::Manual),
     #[command(hide = true)]
+    Assist(assist::Assist),
+    #[command(hide = true)]
     Nic(nic::Nic),
     #[command(subcommand, hide = true)]
     Worker(worker::Worker),
@@ -47,6 +50,7 @@ impl Command {
             Self::Sim(sim) => sim.run(),
             Self::Completions(completions) => completions.run(),
             Self::Man(manual) => manual.run(),
+            Self::Assist(assist) => assist.run(),
             Self::Nic(nic) => nic.run(),
             Self::Worker(worker) => worker.run(),
         }

@@ -14,6 +14,8 @@ use pool::protocol::Status;
 use pool::{Address, Scheme, Settings, schemes};
 use scheme::info::AccessKind;
 
+use crate::UsageError;
+use crate::assist::AssistProcess;
 use crate::bound::{BoundKeeper, LocalOptions};
 use crate::log::{Log, LogLevel};
 use crate::metrics_page::MetricsPage;
@@ -69,6 +71,13 @@ pub struct Run {
     #[arg(long, value_name = "linux|fastswap|two")]
     paths: Option<Paths>,
 
+    /// Process in the role of a SmartNIC: off, or process. The process reads pages ahead and writes
+    /// pages back for all processes of the program; a page that a thread waits for stays in the
+    /// program's process. Needs --paths two. On a machine with one or two cores the assist competes
+    /// with the program for them
+    #[arg(long, value_enum, default_value_t)]
+    assist: Assist,
+
     /// Run programs whose memory cannot be paged (static ones, Go without cgo), and programs whose
     /// seccomp filter may stop the pager, with a message instead of an error
     #[arg(long)]
@@ -103,6 +112,16 @@ pub struct Run {
     /// Program to run, and its arguments
     #[arg(required = true, last = true, value_name = "PROGRAM")]
     pub program: Vec<OsString>,
+}
+
+/// Where the asynchronous path of page faults moves pages.
+#[derive(clap::ValueEnum, Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Assist {
+    /// In the program's processes
+    #[default]
+    Off,
+    /// In one more process, for all processes of the program
+    Process,
 }
 
 /// How pages reach the private memory node.
@@ -140,6 +159,7 @@ Examples:
   granary run --local 64MiB --memory 8GiB --stats -- python3 train.py
   granary run --local 256MiB..4GiB -- make -j8
   granary run --local-each 64MiB -- make -j4
+  granary run --local 256MiB --assist process --stats -- python3 train.py
   granary run --local 64MiB --scheme finemem -- gcc -O2 -c big.c
   granary run --local 64MiB --pool shm:/run/granary.sock -- sqlite3 big.db .dump
   granary run --local 64MiB --pool shm:/run/a.sock,shm:/run/b.sock -- sort big.txt
@@ -202,7 +222,13 @@ impl Run {
         config.trace = self.trace.as_ref().map(std::path::absolute).transpose()?;
         config.shares_bound = self.local.is_shared();
         config.check()?;
+        config.has_assist = self.assist == Assist::Process;
+        self.check_assist(&config, &pool)?;
         let directory = RunDirectory::create()?;
+        let assist = match config.has_assist {
+            true => Some(AssistProcess::start(directory.path())?),
+            false => None,
+        };
         let ledger = match config.shares_bound {
             true => Some(directory.create_ledger(local.bytes())?),
             false => None,
@@ -238,10 +264,33 @@ impl Run {
                 private_node: private_node.map(|chosen| chosen.name().to_owned()),
                 ..RunSummary::new(local, &ended.summary, &before, &after)
             }
-            .with_bound(ledger.as_ref().map(Bound::of));
+            .with_bound(ledger.as_ref().map(Bound::of))
+            .with_assist(assist.as_ref());
             self.print(&ended.summary, &summary)?;
         }
         Ok(ExitCode::from(u8::try_from(ended.code()).unwrap_or(u8::MAX)))
+    }
+
+    /// Refuses an assist that would have nothing to do.
+    fn check_assist(&self, config: &Config, pool: &PoolAddress) -> Result<(), UsageError> {
+        let why = match pool {
+            _ if !config.has_assist => return Ok(()),
+            _ if config.paths != Paths::Two => {
+                format!(
+                    "--paths {} has no work for an assist; use --paths two",
+                    config.paths.name()
+                )
+            }
+            PoolAddress::Store(_) => "pages of a local store are not moved by an assist; use a \
+                                      memory node"
+                .into(),
+            _ if self.pool.is_none() && self.scheme.access != AccessKind::OneSided => format!(
+                "scheme {} moves pages by requests of the program's process; use another scheme",
+                self.scheme.name
+            ),
+            _ => return Ok(()),
+        };
+        Err(UsageError(format!("--assist process: {why}"), "run"))
     }
 
     fn print(&self, paged: &Summary, summary: &RunSummary) -> anyhow::Result<()> {

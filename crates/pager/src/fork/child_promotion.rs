@@ -130,9 +130,11 @@ impl Pager {
             promoted.enter();
             promoted.wait_for_parent_exit(ends.notices);
         });
-        if let Err(error) =
-            heir.and_then(|()| promoted.start_worker()).and_then(|()| promoted.start_followers())
-        {
+        let started = heir
+            .and_then(|()| promoted.start_worker())
+            .and_then(|()| promoted.start_followers())
+            .and_then(|()| promoted.start_watcher());
+        if let Err(error) = started {
             promoted.fatal("start the threads of a forked child", &error);
         }
         // Threads that wait fault again; this thread serves their faults from now on.

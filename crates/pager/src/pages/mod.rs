@@ -346,6 +346,7 @@ impl<M: Memory> Pages<M> {
         };
         self.note_present(present);
         self.note_held();
+        self.note_assist();
     }
 
     fn note_held(&self) {
@@ -366,6 +367,13 @@ impl<M: Memory> Pages<M> {
         let done = self.backing.transport_stats();
         self.stats.set(Counter::AllocationsByNic, done.allocations_by_nic);
         self.stats.set(Counter::AllocationsByCpu, done.allocations_by_cpu);
+    }
+
+    fn note_assist(&self) {
+        let assist = self.backing.transport_stats().assist;
+        self.stats.set(Counter::AssistPages, assist.pages);
+        self.stats.set(Counter::AssistedProcesses, assist.is_used.into());
+        self.stats.set(Counter::AssistsLost, assist.is_lost.into());
     }
 
     fn note_present(&self, present: u32) {

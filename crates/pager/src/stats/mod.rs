@@ -146,6 +146,12 @@ pub enum Counter {
     HeldBytes,
     /// Pages that compaction moved to another chunk.
     PagesCompacted,
+    /// Pages that the assist moved.
+    AssistPages,
+    /// 1 in a process that has a session with the assist, or had one.
+    AssistedProcesses,
+    /// 1 in a process whose assist has ended before the process.
+    AssistsLost,
 }
 
 /// The live counters of this process.

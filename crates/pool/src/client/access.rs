@@ -197,7 +197,7 @@ impl<N: Nic> Inner<N> {
 
     /// Fails if access is by pages, because grants then have no keys for one-sided access.
     #[inline]
-    fn check_one_sided(&self, op: &'static str) -> Result<(), Error> {
+    pub(super) fn check_one_sided(&self, op: &'static str) -> Result<(), Error> {
         match self.page_bytes {
             None => Ok(()),
             Some(_) => Err(Error::Setting {

@@ -31,6 +31,7 @@ use verbs::{
 
 use super::control::ControlPlane;
 use crate::Error;
+use crate::nic::QueueSizes;
 use scheme::{GroupId, Lane};
 
 /// A QP group of a compute node.
@@ -63,6 +64,8 @@ pub(super) struct AccessQpIndex(u8);
 /// An access QP.
 pub(super) struct AccessQp<N: Nic> {
     qp: N::Qp,
+    /// The group's, or the one of all QPs that can be lent.
+    completer: Arc<Completer<N::Cq>>,
     /// Number of resets. Held for reading while an operation is posted.
     epoch: RwLock<u64>,
     group: GroupId,
@@ -115,24 +118,80 @@ pub(super) struct Posted<N: Nic> {
     pub epoch: u64,
 }
 
+/// Number and size of access QPs.
+#[derive(Clone, Copy)]
+pub(super) struct AccessSizes {
+    /// QPs of each function of the memory node's NIC.
+    pub lanes: u8,
+    /// Functions of the memory node's NIC.
+    pub functions: u8,
+    pub send_blocks: u32,
+    /// Receives of each QP.
+    pub receives: u32,
+    /// The QPs of all lanes but the first complete to a CQ of their own, so that they can be lent.
+    pub is_lendable: bool,
+}
+
+impl AccessSizes {
+    /// Entries of a CQ for `qps` QPs: room for all posted operations, and as many again that are
+    /// flushed at a reset.
+    fn entries(&self, qps: u32) -> u32 {
+        2 * qps * (self.send_blocks + self.receives)
+    }
+
+    /// Entries of the CQ of a group.
+    fn group_entries(&self) -> u32 {
+        self.entries(if self.is_lendable { 1 } else { self.lanes as u32 } * self.functions as u32)
+    }
+
+    /// Entries of the CQ of the QPs that can be lent, in `groups` groups; `None` if there are none.
+    fn lendable_entries(&self, groups: u16) -> Option<u32> {
+        let qps = groups as u32 * self.functions as u32 * (self.lanes as u32).saturating_sub(1);
+        (self.is_lendable && qps > 0).then(|| self.entries(qps))
+    }
+
+    /// The queues of `groups` groups.
+    pub fn queues(&self, groups: u16) -> QueueSizes {
+        let of_groups = std::iter::repeat_n(self.group_entries(), groups as usize);
+        let qps = groups as usize * self.lanes as usize * self.functions as usize;
+        QueueSizes {
+            cqs: of_groups.chain(self.lendable_entries(groups)).collect(),
+            send_queues: vec![self.send_blocks; qps],
+        }
+    }
+
+    /// Creates the CQ of the QPs that can be lent; `None` if there are none.
+    pub fn lendable_cq<N: Nic>(
+        &self,
+        nic: &N,
+        groups: u16,
+    ) -> Result<Option<Arc<Completer<N::Cq>>>, Error> {
+        let Some(entries) = self.lendable_entries(groups) else { return Ok(None) };
+        let cq = nic.create_cq(CqAttr { entries, ignore_overrun: false })?;
+        Ok(Some(Arc::new(Completer::new(cq))))
+    }
+}
+
 impl<N: Nic> Group<N> {
-    /// Creates the QPs of a group.
+    /// Creates the QPs of a group. `lendable` is the CQ of the QPs that can be lent.
     pub fn new(
         nic: &N,
         pd: &N::Pd,
         group: GroupId,
-        (lanes, functions): (u8, u8),
-        send_blocks: u32,
-        receives: u32,
+        sizes: AccessSizes,
+        lendable: Option<&Arc<Completer<N::Cq>>>,
     ) -> Result<Self, Error> {
+        let AccessSizes { lanes, functions, send_blocks, receives, .. } = sizes;
         let count = lanes as u32 * functions as u32;
-        // Room for all posted operations, and as many again that are flushed at a reset.
-        let entries = 2 * count * (send_blocks + receives);
+        let entries = sizes.group_entries();
         let cq = nic.create_cq(CqAttr { entries, ignore_overrun: false })?;
-        let access_qp = |index| -> Result<AccessQp<N>, Error> {
+        let completer = Arc::new(Completer::new(cq));
+        let access_qp = |index: u32| -> Result<AccessQp<N>, Error> {
+            let lendable = lendable.filter(|_| !index.is_multiple_of(lanes as u32));
+            let completer = lendable.unwrap_or(&completer).clone();
             let attr = QpAttr {
-                send_cq: &cq,
-                recv_cq: &cq,
+                send_cq: completer.cq(),
+                recv_cq: completer.cq(),
                 send_blocks,
                 receive: match receives {
                     0 => Receive::None,
@@ -142,10 +201,10 @@ impl<N: Nic> Group<N> {
                 access: Access::REMOTE_WRITE,
             };
             let qp = nic.create_qp(pd, attr)?;
-            Ok(AccessQp { qp, epoch: RwLock::new(0), group, index: AccessQpIndex(index as u8) })
+            let index = AccessQpIndex(index as u8);
+            Ok(AccessQp { qp, completer, epoch: RwLock::new(0), group, index })
         };
         let qps = (0..count).map(access_qp).collect::<Result<_, _>>()?;
-        let completer = Arc::new(Completer::new(cq));
         Ok(Self { completer, qps, lanes, counts: Counts::default() })
     }
 
@@ -182,15 +241,17 @@ impl<N: Nic> Group<N> {
         let mut tries = 0;
         loop {
             let epoch = access_qp.epoch.read();
-            match self.completer.submit(|id| access_qp.post(id, works.clone())) {
+            match access_qp.completer.submit(|id| access_qp.post(id, works.clone())) {
                 Ok(pending) => return Ok(Posted { pending, epoch: *epoch }),
                 Err(VerbsError::QueueFull { .. }) => drop(epoch),
                 Err(e) => return Err(e.into()),
             }
-            self.make_room(&mut tries)?;
+            access_qp.make_room(&mut tries)?;
         }
     }
+}
 
+impl<N: Nic> AccessQp<N> {
     /// Frees room in the send queue by polling completions, also those of other threads.
     #[cold]
     fn make_room(&self, tries: &mut u32) -> Result<(), Error> {
@@ -207,9 +268,12 @@ impl<N: Nic> Group<N> {
         }
         Ok(())
     }
-}
 
-impl<N: Nic> AccessQp<N> {
+    /// Where operations on the QP complete.
+    pub fn completer(&self) -> &Completer<N::Cq> {
+        &self.completer
+    }
+
     /// The QP's number.
     pub fn qpn(&self) -> Qpn {
         self.qp.qpn()
@@ -250,9 +314,15 @@ impl<N: Nic> AccessQp<N> {
             return Ok(());
         }
         self.qp.modify(QpChange::Reset)?;
-        let peer = control.reset_access(self.group, Lane(self.index.0))?;
-        self.qp.connect(peer)?;
+        self.reconnect(control)?;
         *now += 1;
         Ok(())
+    }
+
+    /// Connects the QP, which is in Reset, to the memory node's QP, which is reset too. The caller
+    /// has locked the epoch for writing.
+    pub fn reconnect(&self, control: &dyn ControlPlane) -> Result<(), Error> {
+        let peer = control.reset_access(self.group, Lane(self.index.0))?;
+        Ok(self.qp.connect(peer)?)
     }
 }

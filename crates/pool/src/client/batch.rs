@@ -178,7 +178,8 @@ impl<N: Nic> Batch<N> {
     pub fn wait(mut self) -> Result<(), Error> {
         let mut result = Ok(());
         while let Some((posted, start, end)) = self.posted.pop() {
-            let completer = &self.pool.group(self.works[start].0.0).completer;
+            let (group, index) = self.works[start].0;
+            let completer = self.pool.group(group).access_qp(index).completer();
             let Posted { pending, epoch } = posted;
             let ended = completer.wait(pending).map_err(Error::from);
             result = self.settle(ended, epoch, start, end).and(result);

@@ -44,14 +44,13 @@ impl<N: Nic> Clone for Buffer<N> {
 }
 
 impl<N: Nic> Buffer<N> {
-    /// Registers `bytes` of zeroed memory, rounded up to pages.
+    /// Registers memory that the NIC has allocated.
     pub(super) fn new(
         nic: &N,
         pd: &N::Pd,
-        bytes: usize,
+        memory: DmaMemory,
         connection: ConnectionEpoch,
     ) -> Result<Self, Error> {
-        let memory = nic.alloc_dma(bytes)?;
         Ok(Self { mr: nic.reg_mr(pd, &memory, Access::LOCAL_ALL)?, connection })
     }
 

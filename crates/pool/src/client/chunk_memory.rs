@@ -1,10 +1,11 @@
 //! The chunks of a private memory node as files: reads and writes by the calling thread, without
 //! the NIC.
 
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::time::Duration;
 
+use rustix::fs::SealFlags;
 use verbs::DmaMemory;
 
 use super::control::until_admitted;
@@ -67,6 +68,21 @@ impl ChunkMemory {
                 }
             }
         }
+    }
+
+    /// The chunk memory behind [`ChunkMemory::parts`] of another process, which has passed the
+    /// descriptors to this one.
+    ///
+    /// # Errors
+    /// A descriptor is not a memfd whose size is sealed, or is shorter than its part.
+    pub fn from_parts(parts: Vec<(ChunkPart, OwnedFd)>) -> Result<Self, Error> {
+        parts.iter().try_for_each(|(part, file)| check_part(part, file))?;
+        Ok(Self { parts })
+    }
+
+    /// The files of the chunk memory, and their places in it.
+    pub fn parts(&self) -> impl Iterator<Item = (ChunkPart, BorrowedFd<'_>)> {
+        self.parts.iter().map(|(part, file)| (*part, file.as_fd()))
     }
 
     /// The descriptors, for a thread that has its own descriptor table.
@@ -156,6 +172,22 @@ impl ChunkMemory {
         }
         Ok(())
     }
+}
+
+/// Checks that a system call on the file cannot block, nor change the size of the file.
+fn check_part(part: &ChunkPart, file: &OwnedFd) -> Result<(), Error> {
+    let wrong = |why: String| Error::Protocol { attempt: "adopting chunk memory".into(), why };
+    let fixed = SealFlags::SHRINK | SealFlags::GROW;
+    match rustix::fs::fcntl_get_seals(file) {
+        Ok(seals) if seals.contains(fixed) => {}
+        _ => return Err(wrong("a descriptor is not a memfd of fixed size".into())),
+    }
+    let size = rustix::fs::fstat(file).map_err(|e| wrong(e.to_string()))?.st_size as u64;
+    if part.bytes > size || part.address.checked_add(part.bytes).is_none() {
+        let ChunkPart { address, bytes } = part;
+        return Err(wrong(format!("{bytes} bytes at {address:#x} are a file of {size} bytes")));
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use verbs::{Error as VerbsError, Nic};
 
 use super::control::{ControlPlane, SocketControl, until_admitted};
-use super::{Options, Pool};
+use super::{Options, Pool, access_sizes};
 use crate::nic::{LocalFunction, NicOpener, RemoteFunction};
 use crate::protocol::NodeHello;
 use crate::remote::roce_end;
@@ -42,7 +42,8 @@ fn connect_local<O: NicOpener>(
 ) -> Result<Pool<O::Nic>, Error> {
     let control = SocketControl::connect(path)?;
     check_place(control.welcome())?;
-    let LocalFunction { nic, session } = opener.open_local(path).map_err(not_admitted)?;
+    let lending = lending(opener, &options, control.welcome())?;
+    let LocalFunction { nic, session } = lending.open_local(path).map_err(not_admitted)?;
     let again = again(opener, Address::Shm(path.to_path_buf()));
     let control = Box::new(control.with_session(session));
     Pool::from(nic, control, options, Some(again), &schemes::clients())
@@ -61,13 +62,23 @@ fn connect_remote<O: NicOpener>(
             |source| Error::System { attempt: format!("opening a NIC for {}", to.to), source };
         let local = link.as_remote().map(|link| link.local);
         let local = local.ok_or_else(|| system(ErrorKind::NotConnected.into()))?;
-        let RemoteFunction { nic: opened, port } = opener.open_remote(local, to.nic.as_ref())?;
+        let lending = lending(opener, &options, welcome)?;
+        let RemoteFunction { nic: opened, port } = lending.open_remote(local, to.nic.as_ref())?;
         nic = Some(opened);
         roce_end(link, port).map(Some).map_err(|e| system(e.into()))
     })?;
     let nic = nic.expect("opened while it connected");
     let again = again(opener, Address::Roce(to.clone()));
     Pool::from(nic, Box::new(control), options, Some(again), &schemes::clients())
+}
+
+/// The opener for a NIC with the queues that the options ask for.
+fn lending<O: NicOpener>(opener: &O, options: &Options, welcome: &NodeHello) -> Result<O, Error> {
+    if !options.is_lendable {
+        return Ok(opener.clone());
+    }
+    let (groups, sizes) = access_sizes(options, welcome)?;
+    Ok(opener.lending(&sizes.queues(groups)))
 }
 
 /// Checks for a free client slot before QPs are created. The admission checks again.

@@ -12,6 +12,7 @@ use super::access_qp::{AccessQp, AccessQpIndex, Group, Posted, Work};
 use super::buffer::Bounce;
 use super::connect::Reconnect;
 use super::control::ControlPlane;
+use super::lend::Lendable;
 use super::operation::{HeldMemory, TRIES};
 use crate::protocol::NodeHello;
 use crate::remote::route::sibling_peer;
@@ -27,6 +28,8 @@ pub(super) struct Inner<N: Nic> {
     pub(super) page_bytes: Option<usize>,
     pub(super) info: Scheme,
     pub(super) groups: Vec<Group<N>>,
+    /// The QPs of all lanes but the first, if they can be lent.
+    pub(super) lendable: Option<Lendable<N>>,
     pub(super) bounce: Arc<Bounce<N>>,
     pub(super) bulletin: N::Mr,
     /// Generation of the bulletin when an allocation last found no free chunk.

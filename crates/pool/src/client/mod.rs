@@ -17,6 +17,7 @@ pub mod control;
 mod detached;
 mod embedded;
 mod inner;
+pub mod lend;
 mod operation;
 
 use std::sync::Arc;
@@ -26,7 +27,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use verbs::completion::WhenIdle;
 use verbs::executor::block_on;
-use verbs::{Access, MemoryRegion, Nic};
+use verbs::{Access, DmaMemory, MemoryRegion, Nic};
 
 pub use batch::{Batch, Transfer};
 pub use buffer::Buffer;
@@ -34,13 +35,14 @@ pub use chunk_memory::ChunkMemory;
 pub use embedded::EmbeddedNode;
 pub use operation::Operation;
 
-use self::access_qp::Group;
+use self::access_qp::{AccessSizes, Group};
 use self::buffer::Bounce;
 use self::connect::Reconnect;
 use self::control::ControlPlane;
 use self::detached::Detached;
 use self::embedded::LocalControl;
 use self::inner::Inner;
+use self::lend::Lendable;
 use crate::protocol::{NodeHello, Status};
 use crate::{DefaultNic, Error, Scheme};
 use scheme::registry::{ClientParts, ClientRegistry};
@@ -66,11 +68,14 @@ pub struct Options {
     /// Size of each access QP's send queue in building blocks of 64 bytes: a power of two, at least
     /// 16. An operation takes one block, a short write up to four.
     pub send_blocks: u32,
+    /// The QPs of all lanes but the first complete to a CQ of their own, so that they can be lent
+    /// to another process ([`Pool::lend_lanes`]).
+    pub is_lendable: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { groups: None, send_blocks: 256 }
+        Self { groups: None, send_blocks: 256, is_lendable: false }
     }
 }
 
@@ -175,13 +180,14 @@ impl<N: Nic> Pool<N> {
         clients: &ClientRegistry<N>,
     ) -> Result<Self, Error> {
         let welcome = control.welcome().clone();
-        let groups = checked_groups(&options, &welcome)?;
+        let (groups, sizes) = access_sizes(&options, &welcome)?;
         let pd = nic.alloc_pd()?;
-        let lanes = checked_lanes(&welcome)?;
         let (info, family) = clients.known(&welcome.offer.scheme)?;
-        let receives = family.access_receives(&welcome.offer);
+        let sizes = AccessSizes { receives: family.access_receives(&welcome.offer), ..sizes };
+        // The first queues of the NIC: these can be lent.
+        let lendable = sizes.lendable_cq(&nic, groups)?;
         let groups = (0..groups)
-            .map(|g| Group::new(&nic, &pd, GroupId(g), lanes, options.send_blocks, receives))
+            .map(|g| Group::new(&nic, &pd, GroupId(g), sizes, lendable.as_ref()))
             .collect::<Result<Vec<_>, _>>()?;
         let first = |g: &Group<N>| (g.qps[0].qp().clone(), g.completer.clone());
         let access: Vec<_> = groups.iter().map(first).collect();
@@ -212,6 +218,7 @@ impl<N: Nic> Pool<N> {
             pd,
             scheme,
             groups,
+            lendable: lendable.map(Lendable::new),
             bulletin,
             seen_empty: AtomicU32::new(0),
             info,
@@ -289,7 +296,12 @@ impl<N: Nic> Pool<N> {
 
     /// Registers `bytes` of zeroed memory, rounded up to pages.
     pub fn buffer(&self, bytes: usize) -> Result<Buffer<N>, Error> {
-        Buffer::new(&self.inner.nic, &self.inner.pd, bytes, self.inner.connection)
+        self.buffer_over(self.inner.nic.alloc_dma(bytes)?)
+    }
+
+    /// Registers memory that the NIC has allocated.
+    pub(crate) fn buffer_over(&self, memory: DmaMemory) -> Result<Buffer<N>, Error> {
+        Buffer::new(&self.inner.nic, &self.inner.pd, memory, self.inner.connection)
     }
 
     /// Allocates a chunk for the current core's group. It reads as zeros.
@@ -423,6 +435,14 @@ impl<N: Nic> Pool<N> {
     pub fn control(&self) -> &dyn ControlPlane {
         &*self.inner.control
     }
+}
+
+/// Number of groups, and the access QPs of a group, without receives.
+fn access_sizes(options: &Options, welcome: &NodeHello) -> Result<(u16, AccessSizes), Error> {
+    let groups = checked_groups(options, welcome)?;
+    let (lanes, functions) = checked_lanes(welcome)?;
+    let (send_blocks, is_lendable) = (options.send_blocks, options.is_lendable);
+    Ok((groups, AccessSizes { lanes, functions, send_blocks, receives: 0, is_lendable }))
 }
 
 /// Number of lanes, and of functions of the memory node's NIC that contain windows.

@@ -71,7 +71,8 @@ impl<'a, N: Nic> Operation<'a, N> {
             let Some(Posted { pending, epoch }) = self.posted.take() else {
                 unreachable!("waited for an operation that has ended")
             };
-            let completion = self.group().completer.wait(pending)?;
+            let completer = self.group().access_qp(self.index).completer();
+            let completion = completer.wait(pending)?;
             if self.ended(&completion, epoch)? {
                 return Ok(());
             }

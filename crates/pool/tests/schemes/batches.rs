@@ -9,7 +9,8 @@ use crate::checks::{dead_grant, is_refused};
 pub fn batches_over_groups(setup: &Setup) {
     const PAGES: usize = 300;
     let node = setup.node_of(1 << 18, 8);
-    let pool = node.connect_with(Options { groups: Some(2), send_blocks: 64 });
+    let pool =
+        node.connect_with(Options { groups: Some(2), send_blocks: 64, ..Options::default() });
     let grants: Vec<Grant> =
         (0..6).map(|i| pool.allocate_in_blocking(GroupId(i % 2)).unwrap()).collect();
     let buffer = pool.buffer(PAGES * 4096).unwrap();

@@ -30,7 +30,11 @@ fn session_limits_allow_all_groups_and_lanes() {
         ..settings(schemes::ONESIDEDMW)
     };
     let service = Service::start(&largest, &Endpoint::Fresh).unwrap();
-    let options = Options { groups: Some(Settings::GROUPS_MAX as u16), send_blocks: 16 };
+    let options = Options {
+        groups: Some(Settings::GROUPS_MAX as u16),
+        send_blocks: 16,
+        ..Options::default()
+    };
     let pool = Pool::connect(service.path(), options).unwrap();
     let last = GroupId(Settings::GROUPS_MAX as u16 - 1);
     let grant = pool.allocate_in_blocking(last).unwrap();

@@ -35,7 +35,7 @@ use crate::port::{ARMED, Function, handshake};
 pub(super) const ALIVE_CHECK: Duration =
     Duration::from_millis(if cfg!(test) { 20_000 } else { 100 });
 /// Mask of a completion's sequence number, which has 24 bits.
-const NUMBER: u32 = 0xff_ffff;
+pub(super) const NUMBER: u32 = 0xff_ffff;
 
 /// A completion queue.
 #[derive(Clone)]
@@ -47,7 +47,8 @@ pub(super) struct CqInner {
     ring: DmaMemory,
     record: DmaMemory,
     entries: u32,
-    ignore_overrun: bool,
+    /// Whether this process polls the CQ: false if overruns are ignored, or if the CQ is lent.
+    is_polled: AtomicBool,
     /// Sequence number of the next completion; changed under the lock of `poller`.
     next: AtomicU32,
     /// Whether `Poller::backlog` is not empty.
@@ -92,7 +93,7 @@ impl SoftCq {
         let asked = attr.entries.next_power_of_two();
         let entries = if attr.ignore_overrun { asked } else { 2 * asked };
         let bytes = entries as usize * CQE;
-        let memory = function.alloc_dma(bytes + 64).map_err(system("memory of a CQ"))?;
+        let memory = function.alloc_dma(Self::bytes(entries)).map_err(system("memory of a CQ"))?;
         let ring = memory.slice(0, bytes).expect("memory made for the ring");
         let record = memory.slice(bytes, 8).expect("memory made for the record");
         cqe::clear(&ring, entries);
@@ -105,19 +106,96 @@ impl SoftCq {
         let Reply::Cq(cqn) = call(function, "create_cq", verb)? else {
             return Err(super::unexpected("create_cq"));
         };
+        let is_polled = !attr.ignore_overrun;
+        Ok(Self::over(function, cqn, (ring, record), (entries, 0), is_polled))
+    }
+
+    /// Wraps a CQ of another process, whose next completion has the sequence number `next`.
+    pub(super) fn borrowed(
+        function: &Function,
+        cqn: Cqn,
+        memory: (DmaMemory, DmaMemory),
+        (entries, next): (u32, u32),
+    ) -> Self {
+        Self::over(function, cqn, memory, (entries, next), true)
+    }
+
+    fn over(
+        function: &Function,
+        cqn: Cqn,
+        (ring, record): (DmaMemory, DmaMemory),
+        (entries, next): (u32, u32),
+        is_polled: bool,
+    ) -> Self {
         let poller =
-            Poller { recorded: 0, members: Vec::new(), recent: 0, backlog: VecDeque::new() };
-        Ok(SoftCq(Arc::new(CqInner {
+            Poller { recorded: next, members: Vec::new(), recent: 0, backlog: VecDeque::new() };
+        SoftCq(Arc::new(CqInner {
             function: function.clone(),
             cqn,
             ring,
             record,
             entries,
-            ignore_overrun: attr.ignore_overrun,
-            next: AtomicU32::new(0),
+            is_polled: AtomicBool::new(is_polled),
+            next: AtomicU32::new(next),
             has_backlog: AtomicBool::new(false),
             poller: Mutex::new(poller),
-        })))
+        }))
+    }
+
+    /// Bytes of a CQ's memory: the ring, then the record on a cache line of its own.
+    pub(super) fn bytes(entries: u32) -> usize {
+        entries as usize * CQE + 64
+    }
+
+    /// The ring and the record.
+    pub(super) fn memory(&self) -> (&DmaMemory, &DmaMemory) {
+        (&self.0.ring, &self.0.record)
+    }
+
+    /// Entries of the ring.
+    pub(super) fn ring_entries(&self) -> u32 {
+        self.0.entries
+    }
+
+    /// Returns an error unless `qpns` are all queue pairs that complete here.
+    pub(super) fn check_members(
+        &self,
+        qpns: impl ExactSizeIterator<Item = Qpn>,
+    ) -> Result<(), Error> {
+        let poller = self.0.poller.lock();
+        let count = qpns.len();
+        let known = qpns.filter(|qpn| poller.members.iter().any(|m| m.qpn == *qpn)).count();
+        if known == count && known == poller.members.len() {
+            return Ok(());
+        }
+        Err(Error::BadRequest {
+            what: format!(
+                "lending {count} QPs of CQ {}, to which {} QPs complete; lend all of them together",
+                self.0.cqn,
+                poller.members.len()
+            ),
+        })
+    }
+
+    /// Stops polling, and returns the sequence number of the next completion. All queue pairs that
+    /// complete here have been reset, so the ring holds no completion.
+    pub(super) fn lend(&self) -> u32 {
+        let mut poller = self.0.poller.lock();
+        self.0.is_polled.store(false, Ordering::Release);
+        let next = self.0.next.load(Ordering::Relaxed);
+        poller.recorded = next;
+        self.0.record.store_be32(0, next);
+        next
+    }
+
+    /// Polls again, from the completion with the sequence number `next` on.
+    pub(super) fn end_loan(&self, next: u32) {
+        let mut poller = self.0.poller.lock();
+        poller.recorded = next;
+        self.0.next.store(next, Ordering::Relaxed);
+        self.0.record.store_be32(0, next);
+        self.0.record.word32(ARMED).store(0, Ordering::SeqCst);
+        self.0.is_polled.store(true, Ordering::Release);
     }
 }
 
@@ -226,13 +304,14 @@ impl CqInner {
         let last = u64::from_be(self.ring.word64(at + CQE - 8).load(Ordering::Acquire)) as u8;
         let lap = (number >> self.entries.trailing_zeros()) as u8;
         let written = last >> 4 != cqe::opcode::INVALID && (last ^ lap) & cqe::OWNER == 0;
-        (written && !self.ignore_overrun).then_some(at)
+        (written && self.is_polled.load(Ordering::Acquire)).then_some(at)
     }
 
     /// Takes the next completion off the ring if its sequence number is not `end`.
     #[inline]
     fn take(&self, poller: &mut Poller, end: Option<u32>) -> Option<Completion> {
-        loop {
+        // Bounded, because in a borrowed ring the owner could write completions without end.
+        for _ in 0..self.entries {
             let number = self.next.load(Ordering::Relaxed);
             // At a reset, completions beyond `end` may have been taken already.
             if end.is_some_and(|end| number.wrapping_sub(end) & NUMBER <= NUMBER / 2) {
@@ -252,6 +331,7 @@ impl CqInner {
                 return Some(completion);
             }
         }
+        None
     }
 
     /// Sleeps while `armed` is `value`, for one slice of the time until `deadline`.

@@ -12,6 +12,7 @@
 mod completion_tests;
 mod cq;
 pub mod interposed;
+pub mod lend;
 mod qp;
 mod queue;
 #[cfg(test)]
@@ -19,7 +20,7 @@ mod tests;
 mod work;
 
 use std::net::UdpSocket;
-use std::os::fd::RawFd;
+use std::os::fd::{BorrowedFd, RawFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -136,6 +137,32 @@ impl SoftNic {
         Ok(Self { function: Function::Attached(attached) })
     }
 
+    /// Like [`SoftNic::attach`], with memory that a borrower has mapped already. The queues that
+    /// are created first can be lent: see [`SoftNic::lend`].
+    pub fn attach_lendable(
+        path: impl AsRef<Path>,
+        lendable: shm::LendableMemory,
+    ) -> Result<Self, Error> {
+        let attached = shm::Attached::connect_lendable(path.as_ref(), lendable)
+            .map_err(system("attaching to a NIC"))?;
+        Ok(Self { function: Function::Attached(attached) })
+    }
+
+    /// Allocates like [`Nic::alloc_dma`], and shows another process the memory before the NIC's
+    /// process seals it ([`shm::map_shared`]). Only attached functions have memory to show; for
+    /// others `show` is not called.
+    pub fn alloc_shown(
+        &self,
+        bytes: usize,
+        show: &mut dyn FnMut(BorrowedFd<'_>),
+    ) -> Result<DmaMemory, Error> {
+        let allocated = match &self.function {
+            Function::Attached(attached) => attached.alloc_shown(bytes, show),
+            function => function.alloc_dma(bytes),
+        };
+        allocated.map_err(system("allocating memory for the NIC"))
+    }
+
     /// Wraps a function that was opened elsewhere.
     pub fn new(function: Function) -> Self {
         Self { function }
@@ -145,7 +172,7 @@ impl SoftNic {
     pub fn secret(&self) -> Option<SessionSecret> {
         match &self.function {
             Function::Attached(attached) => Some(attached.secret()),
-            Function::Inline(_) | Function::Local(_) => None,
+            Function::Inline(_) | Function::Local(_) | Function::Borrowed(_) => None,
         }
     }
 

@@ -29,7 +29,8 @@ struct QpInner {
     receive: OwnOrShared,
     send_cq: SoftCq,
     recv_cq: SoftCq,
-    _pd: SoftPd,
+    /// `None` for a borrowed queue pair.
+    _pd: Option<SoftPd>,
 }
 
 enum OwnOrShared {
@@ -114,8 +115,56 @@ impl SoftQp {
             receive,
             send_cq: attr.send_cq.clone(),
             recv_cq: attr.recv_cq.clone(),
-            _pd: pd.clone(),
+            _pd: Some(pd.clone()),
         })))
+    }
+
+    /// Wraps a queue pair of another process, which completes to `cq`. Its ring has `blocks`
+    /// building blocks, none of which is in use.
+    pub(super) fn borrowed(
+        function: &Function,
+        cq: &SoftCq,
+        qpn: Qpn,
+        (ring, blocks): (DmaMemory, u32),
+        slot: u32,
+    ) -> Result<Self, Error> {
+        let doorbell = function.doorbell(qpn, Some(slot)).map_err(system("a lent doorbell"))?;
+        let send = Arc::new(SendQueue::new(qpn, ring, blocks, false, doorbell));
+        send.set_state(QpState::ReadyToSend);
+        cq.0.add(qpn, Some(send.clone()), None);
+        Ok(SoftQp(Arc::new(QpInner {
+            function: function.clone(),
+            qpn,
+            send: Some(send),
+            receive: OwnOrShared::None,
+            send_cq: cq.clone(),
+            recv_cq: cq.clone(),
+            _pd: None,
+        })))
+    }
+
+    /// Ring, building blocks and doorbell slot of a queue pair that can be lent.
+    pub(super) fn lendable(&self) -> Result<(&DmaMemory, u32, u32), Error> {
+        let send = self.send_queue()?;
+        match (&self.0.receive, send.slot()) {
+            (OwnOrShared::None, Some(slot)) => Ok((send.ring(), send.blocks(), slot)),
+            _ => Err(Error::BadRequest {
+                what: format!("lending QP {}, which has receives or no doorbell", self.0.qpn),
+            }),
+        }
+    }
+
+    /// Refuses posts from now on, and resets the queue pair: work in flight ends as flushed.
+    pub(super) fn lend(&self) -> Result<(), Error> {
+        self.send_queue()?.set_lent(true);
+        self.modify(QpChange::Reset)
+    }
+
+    /// Allows posts again, once the queue pair is connected.
+    pub(super) fn end_loan(&self) {
+        if let Some(send) = &self.0.send {
+            send.set_lent(false);
+        }
     }
 
     fn send_queue(&self) -> Result<&SendQueue, Error> {

@@ -33,8 +33,10 @@ pub(super) struct SendQueue {
     poster: Mutex<Poster>,
     /// Running index of the first building block in use; changed by the polling thread.
     done: AtomicU32,
-    /// The queue pair's state, as set by its owner.
+    /// The queue pair's state, as set by its owner; Reset while the queue is lent.
     state: State,
+    /// Another process posts to the queue.
+    is_lent: AtomicBool,
     /// The posted work, by building block.
     posted: Box<[PostedSend]>,
 }
@@ -90,6 +92,7 @@ impl SendQueue {
             poster: Mutex::new(Poster { head: 0, builder: Builder::new(qpn, 0), doorbell }),
             done: AtomicU32::new(0),
             state: State::new(QpState::Reset),
+            is_lent: AtomicBool::new(false),
             posted: (0..slots).map(|_| PostedSend::default()).collect(),
         }
     }
@@ -104,7 +107,23 @@ impl SendQueue {
 
     /// Sets the state of the queue pair.
     pub fn set_state(&self, state: QpState) {
-        self.state.set(state);
+        if !self.is_lent.load(Ordering::Acquire) {
+            self.state.set(state);
+        }
+    }
+
+    /// Refuses posts from now on (true), or until the queue pair is connected again (false).
+    pub fn set_lent(&self, is_lent: bool) {
+        self.state.set(QpState::Reset);
+        self.is_lent.store(is_lent, Ordering::Release);
+    }
+
+    /// Slot of the doorbell; `None` if the doorbell is not in a page.
+    pub fn slot(&self) -> Option<u32> {
+        match &self.poster.lock().doorbell {
+            Doorbell::Mapped(doorbell) => Some(doorbell.slot()),
+            Doorbell::Inline { .. } | Doorbell::None => None,
+        }
     }
 
     /// Writes `list` into the ring, all or nothing, and writes the doorbell.
@@ -117,8 +136,7 @@ impl SendQueue {
         }
         let state = self.state.get();
         if !matches!(state, QpState::ReadyToSend | QpState::Error) {
-            let queue = format!("the send queue of QP {}", self.qpn);
-            return Err(Error::NotReady { queue, state });
+            return Err(self.not_ready(state));
         }
         let mut need = 0;
         for wr in list {
@@ -127,7 +145,8 @@ impl SendQueue {
         let mut poster = self.poster.lock();
         let Poster { head, builder, doorbell } = &mut *poster;
         let in_use = head.wrapping_sub(self.done.load(Ordering::Acquire));
-        if need > self.blocks - in_use {
+        // Of a borrowed queue more could be in use: its CQ's ring is the owner's memory, too.
+        if need > self.blocks.saturating_sub(in_use) {
             return Err(Error::QueueFull {
                 queue: format!("the send queue of QP {}", self.qpn),
                 capacity: self.blocks,
@@ -149,6 +168,15 @@ impl SendQueue {
             doorbell.write(*head as u16);
         }
         Ok(())
+    }
+
+    #[cold]
+    fn not_ready(&self, state: QpState) -> Error {
+        if self.is_lent.load(Ordering::Acquire) {
+            let why = format!("the send queue of QP {} is lent to another process", self.qpn);
+            return Error::Refused { verb: "post_send", why };
+        }
+        Error::NotReady { queue: format!("the send queue of QP {}", self.qpn), state }
     }
 
     /// Copies a WQE into the ring, wrapping around at its end.
@@ -186,10 +214,11 @@ impl SendQueue {
         let mut poster = self.poster.lock();
         let mut ids = Vec::new();
         let mut at = self.done.load(Ordering::Relaxed);
-        while at != poster.head {
+        // More than the ring can be in use only in a borrowed queue, by wrong completions.
+        while (1..=self.blocks).contains(&poster.head.wrapping_sub(at)) {
             let posted = &self.posted[(at & (self.blocks - 1)) as usize];
             ids.push(posted.id.load(Ordering::Relaxed));
-            at = at.wrapping_add(posted.blocks.load(Ordering::Relaxed));
+            at = at.wrapping_add(posted.blocks.load(Ordering::Relaxed).max(1));
         }
         poster.head = 0;
         poster.doorbell.reset();

@@ -32,7 +32,7 @@ pub use events::EventWord;
 
 use self::control::{Reply, Verb};
 use self::inline::InlineFunction;
-use self::shm::{Attached, LocalFunction, MappedDoorbell};
+use self::shm::{Attached, BorrowedFunction, LocalFunction, MappedDoorbell};
 use verbs::{DmaMemory, Qpn};
 
 /// A process's handle on a NIC.
@@ -44,6 +44,8 @@ pub enum Function {
     Local(LocalFunction),
     /// The NIC is a thread of another process.
     Attached(Attached),
+    /// The NIC is a thread of another process, and so is the function: queues that it has lent.
+    Borrowed(BorrowedFunction),
 }
 
 impl Function {
@@ -54,7 +56,7 @@ impl Function {
         match self {
             Function::Inline(f) => f.open().map(Function::Inline),
             Function::Local(f) => f.open().map(Function::Local),
-            Function::Attached(_) => {
+            Function::Attached(_) | Function::Borrowed(_) => {
                 let why = "only the process that owns the NIC can open functions".to_string();
                 Err(Error::Refused { why })
             }
@@ -66,7 +68,7 @@ impl Function {
         match self {
             Function::Inline(_) => "inline",
             Function::Local(f) if f.host().has_roce() => "roce",
-            Function::Local(_) | Function::Attached(_) => "shm",
+            Function::Local(_) | Function::Attached(_) | Function::Borrowed(_) => "shm",
         }
     }
 
@@ -76,6 +78,7 @@ impl Function {
             Function::Inline(f) => f.execute(verb),
             Function::Local(f) => f.execute(verb),
             Function::Attached(f) => f.execute(verb),
+            Function::Borrowed(f) => f.refuse(),
         }
     }
 
@@ -87,6 +90,7 @@ impl Function {
                 DmaMemory::anonymous(bytes).map_err(Error::system("mapping memory"))
             }
             Function::Attached(f) => f.alloc_dma(bytes),
+            Function::Borrowed(f) => f.refuse(),
         }
     }
 
@@ -98,6 +102,7 @@ impl Function {
             Function::Inline(f) => f.alloc_thin(bytes, unit, kept),
             Function::Local(f) => f.alloc_thin(bytes, unit, kept),
             Function::Attached(f) => f.alloc_dma(bytes),
+            Function::Borrowed(f) => f.refuse(),
         }
     }
 
@@ -108,6 +113,7 @@ impl Function {
             Function::Inline(f) => f.alloc_zeros(bytes),
             Function::Local(_) => DmaMemory::zeros(bytes).map_err(Error::system("mapping memory")),
             Function::Attached(f) => f.alloc_dma(bytes),
+            Function::Borrowed(f) => f.refuse(),
         }
     }
 
@@ -117,6 +123,7 @@ impl Function {
             Function::Inline(f) => f.event_word(),
             Function::Local(f) => Ok(f.event_word()),
             Function::Attached(f) => Ok(f.event_word()),
+            Function::Borrowed(f) => Ok(f.event_word()),
         }
     }
 
@@ -125,6 +132,7 @@ impl Function {
         match self {
             Function::Inline(_) | Function::Local(_) => Vec::new(),
             Function::Attached(f) => f.descriptors(),
+            Function::Borrowed(f) => f.descriptors(),
         }
     }
 
@@ -134,6 +142,7 @@ impl Function {
             Function::Inline(_) => Ok(()),
             Function::Local(f) => f.check_alive(),
             Function::Attached(f) => f.check_alive(),
+            Function::Borrowed(f) => f.check_alive(),
         }
     }
 
@@ -145,6 +154,7 @@ impl Function {
             Function::Inline(_) => false,
             Function::Local(f) => f.offer_cpu(),
             Function::Attached(f) => f.offer_cpu(),
+            Function::Borrowed(f) => f.offer_cpu(),
         }
     }
 
@@ -154,7 +164,7 @@ impl Function {
         match self {
             Function::Inline(f) => f.run_engine(),
             Function::Local(f) => f.before_sleep(),
-            Function::Attached(_) => {}
+            Function::Attached(_) | Function::Borrowed(_) => {}
         }
     }
 
@@ -164,7 +174,7 @@ impl Function {
     pub fn poll_engine(&self) -> bool {
         match self {
             Function::Local(f) => f.poll_engine(),
-            Function::Inline(_) | Function::Attached(_) => false,
+            Function::Inline(_) | Function::Attached(_) | Function::Borrowed(_) => false,
         }
     }
 
@@ -173,7 +183,7 @@ impl Function {
     pub fn poll_engine_before_sleep(&self) -> bool {
         match self {
             Function::Local(f) => f.poll_engine_before_sleep(),
-            Function::Inline(_) | Function::Attached(_) => false,
+            Function::Inline(_) | Function::Attached(_) | Function::Borrowed(_) => false,
         }
     }
 
@@ -184,6 +194,7 @@ impl Function {
             (_, None) => Ok(Doorbell::None),
             (Function::Local(f), Some(slot)) => f.doorbell(slot).map(Doorbell::Mapped),
             (Function::Attached(f), Some(slot)) => f.doorbell(slot).map(Doorbell::Mapped),
+            (Function::Borrowed(f), Some(slot)) => f.doorbell(slot).map(Doorbell::Mapped),
         }
     }
 
@@ -195,6 +206,8 @@ impl Function {
             Function::Inline(f) => f.receive_posted(),
             Function::Local(f) => f.receive_posted(),
             Function::Attached(f) => f.receive_posted(),
+            // Borrowed queues have no receives.
+            Function::Borrowed(_) => {}
         }
     }
 }

@@ -64,7 +64,7 @@ pub(super) fn run(cx: Context, role: Role, mut random: Random) {
 fn connect(cx: &Context) -> Result<Pool<SimNic>, Error> {
     let nic = cx.nic();
     let control = cx.connector.control(&nic, cx.link.clone());
-    let options = Options { groups: Some(cx.groups), send_blocks: 16 };
+    let options = Options { groups: Some(cx.groups), send_blocks: 16, ..Options::default() };
     Pool::over(nic, Box::new(control), options)
 }
 

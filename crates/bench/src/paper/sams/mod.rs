@@ -10,7 +10,8 @@
 //!
 //! The paper compares Linux, Fastswap and SAMS on a SmartNIC. Here Linux is the kernel's swap,
 //! and also the way of Linux within the pager (`--paths linux`), so that everything but the paths
-//! is equal. Fastswap is its way within the pager (`--paths fastswap`).
+//! is equal. Fastswap is its way within the pager (`--paths fastswap`). The SmartNIC is an assist
+//! process (`--assist process`).
 
 pub mod memcached;
 mod outcomes;
@@ -88,12 +89,14 @@ pub enum System {
     Fastswap,
     /// `granary run --paths two`.
     Two,
+    /// `granary run --paths two --assist process`.
+    Assist,
 }
 
 impl System {
     /// All systems, in the order of a round.
-    pub const ALL: [Self; 6] =
-        [Self::Plain, Self::Zram, Self::File, Self::Linux, Self::Fastswap, Self::Two];
+    pub const ALL: [Self; 7] =
+        [Self::Plain, Self::Zram, Self::File, Self::Linux, Self::Fastswap, Self::Two, Self::Assist];
 
     /// The name in records and tables.
     pub fn name(self) -> &'static str {
@@ -104,6 +107,7 @@ impl System {
             Self::Linux => "linux",
             Self::Fastswap => "fastswap",
             Self::Two => "two",
+            Self::Assist => "two+assist",
         }
     }
 }

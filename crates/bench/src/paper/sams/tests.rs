@@ -22,6 +22,7 @@ impl Machine for Model {
             System::Linux => 5.0,
             System::Fastswap => 2.5,
             System::Two => 2.0,
+            System::Assist => 1.5,
         };
         let checksum = if system == System::Fastswap { 7 ^ self.damage } else { 7 };
         Ok(Measured { seconds: 3.0 * factor, cpu_seconds: 1.0 + factor / 2.0, checksum })
@@ -87,9 +88,9 @@ fn programs_run_in_this_process() {
     assert!(!outcomes.has_wrong_result());
     assert!(outcomes.missing().iter().all(|line| line.contains("memcached")));
     let records = outcomes.results().rows.len();
-    // Four programs; a plain result, and two shares of five systems; two numbers of two quantities.
-    assert_eq!(records, 4 * (1 + 2 * 5) * 4);
-    assert_eq!(plan.steps(), 5 * (1 + 2 * 5));
+    // Four programs; a plain result, and two shares of six systems; two numbers of two quantities.
+    assert_eq!(records, 4 * (1 + 2 * 6) * 4);
+    assert_eq!(plan.steps(), 5 * (1 + 2 * 6));
 }
 
 #[test]

@@ -43,7 +43,8 @@ use crate::node::NodeProcess;
 ///
 /// The paper sams has one experiment, which is measured only: Linpack, quicksort, memcached,
 /// k-means and STREAM with 100 to 25% of their memory local, on the kernel's swap (zram and a file,
-/// which need root) and with granary run --paths linux, fastswap and two.
+/// which need root), with granary run --paths linux, fastswap and two, and with two and --assist
+/// process.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Paper {

@@ -33,9 +33,10 @@ const START_LIMIT: Duration = Duration::from_secs(20);
 const NOTE: &str = "\
 Time and CPU time are those of the computation, as medians of the rounds, over those of the plain \
 run of the same round. CPU time is that of the program's process with the pager's threads in it; \
-the memory node is another process. linux, fastswap and two are granary run --paths; its private \
-memory node is in this machine's memory, and the process copies its pages itself. The paper's \
-numbers are of a cluster with a SmartNIC, and of the kernel's swap over its network.";
+the memory node is another process, and so is the assist. linux, fastswap and two are granary run \
+--paths; its private memory node is in this machine's memory, and the process copies its pages \
+itself. two+assist adds --assist process, which takes the role of the SmartNIC on a core of this \
+machine: with two cores it competes with the program. The paper's numbers are of a cluster with a SmartNIC, and of the kernel's swap over its network.";
 
 /// Runs the experiment, and prints its tables.
 pub fn run(
@@ -105,11 +106,12 @@ impl Processes {
         Ok(Self { granary, directory })
     }
 
-    /// Returns a command that runs `program` under `granary run`. Arguments may be added.
-    fn paged(&self, paths: &str, job: Job, program: &Path) -> Command {
+    /// Returns a command that runs `program` under `granary run` with these options. Arguments may be
+    /// added.
+    fn paged(&self, options: &[&str], job: Job, program: &Path) -> Command {
         let mut command = Command::new(&self.granary);
         let local = job.local_bytes.to_string();
-        command.args(["run", "--paths", paths, "--local", &local]);
+        command.arg("run").args(options).args(["--local", &local]);
         command.args(["--memory", &backing_bytes(job).to_string(), "--"]).arg(program);
         command
     }
@@ -172,7 +174,11 @@ impl Machine for Processes {
                 self.run_command(job, swap.command(&program))
             }
             System::Linux | System::Fastswap | System::Two => {
-                self.run_command(job, self.paged(system.name(), job, &program))
+                self.run_command(job, self.paged(&["--paths", system.name()], job, &program))
+            }
+            System::Assist => {
+                let options = ["--paths", "two", "--assist", "process"];
+                self.run_command(job, self.paged(&options, job, &program))
             }
         }
     }

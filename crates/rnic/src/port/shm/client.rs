@@ -15,6 +15,7 @@ use super::super::control::{Reply, Verb};
 use super::super::error::Error;
 use super::super::events::EventWord;
 use super::doorbell::{DoorbellPage, MappedDoorbell};
+use super::lend::{Arena, LendableMemory, Shareable};
 use super::page::{ASLEEP_RNR, GONE, SLEEPING, doorbells_in, page_bytes};
 use super::protocol::{Request, Response, SERVICE, Span, VERSION};
 use super::sharing;
@@ -26,7 +27,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Number of doorbells for which a client allocates its doorbell page: two pages. The host may
 /// allow fewer.
-const DOORBELLS_WANTED: u32 = 2016;
+pub(super) const DOORBELLS_WANTED: u32 = 2016;
 
 /// A function of another process's NIC. The function ends when its last clone and all its memory
 /// are dropped.
@@ -56,6 +57,8 @@ struct Inner {
     page: Arc<DoorbellPage>,
     /// Memory that the host has mapped, by its first address in this process.
     memories: Mutex<BTreeMap<u64, Shared>>,
+    /// Memory that another process has mapped too, if queues can be lent.
+    arena: OnceLock<Arena>,
     /// The reason, once the host is considered gone.
     gone: OnceLock<String>,
 }
@@ -69,6 +72,16 @@ struct Shared {
 impl Attached {
     /// Connects to the socket at `path` and opens a function.
     pub fn connect(path: &Path) -> Result<Self, Error> {
+        Self::open(Self::socket(path)?)
+    }
+
+    /// Like [`Attached::connect`], with memory that a borrower has mapped already. The function
+    /// allocates from the arena first.
+    pub fn connect_lendable(path: &Path, lendable: LendableMemory) -> Result<Self, Error> {
+        Self::open_lendable(Self::socket(path)?, lendable)
+    }
+
+    fn socket(path: &Path) -> Result<OwnedFd, Error> {
         let system = Error::system("connecting to the NIC's socket");
         let address = SocketAddrUnix::new(path).map_err(&system)?;
         let flags = SocketFlags::CLOEXEC;
@@ -76,17 +89,31 @@ impl Attached {
             rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
                 .map_err(&system)?;
         rustix::net::connect(&socket, &address).map_err(&system)?;
-        Self::open(socket)
+        Ok(socket)
     }
 
     /// Opens a function over a connected `SOCK_SEQPACKET` socket.
     pub fn open(socket: OwnedFd) -> Result<Self, Error> {
+        let (file, memory) = sharing::make("granary-doorbells", page_bytes(DOORBELLS_WANTED))?;
+        Self::open_with(socket, Shareable { file, memory })
+    }
+
+    /// Like [`Attached::open`], with memory that a borrower has mapped already.
+    pub fn open_lendable(socket: OwnedFd, lendable: LendableMemory) -> Result<Self, Error> {
+        let LendableMemory { page, arena } = lendable;
+        let attached = Self::open_with(socket, page)?;
+        let arena = attached.share(arena)?;
+        let _ = attached.0.arena.set(Arena::new(arena));
+        Ok(attached)
+    }
+
+    fn open_with(socket: OwnedFd, page: Shareable) -> Result<Self, Error> {
+        let Shareable { file: page, memory } = page;
         let timeout = Some(ANSWER_TIMEOUT);
         sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, timeout)
             .map_err(Error::system("setting the timeout of the NIC's socket"))?;
         socket::send(&socket, SERVICE.as_bytes(), &[])
             .map_err(Error::system("naming the service to the NIC's process"))?;
-        let (page, memory) = sharing::make("granary-doorbells", page_bytes(DOORBELLS_WANTED))?;
         let hello = Request::Hello { version: VERSION, bytes: memory.len() as u64 };
         let (response, descriptors) = exchange(&socket, &hello, Some(&page)).map_err(gone)?;
         let (doorbells, secret) = match response {
@@ -112,6 +139,7 @@ impl Attached {
             secret,
             page: Arc::new(DoorbellPage { memory, slots: doorbells, wake, driver: None }),
             memories: Mutex::new(BTreeMap::new()),
+            arena: OnceLock::new(),
             gone: OnceLock::new(),
         })))
     }
@@ -132,7 +160,42 @@ impl Attached {
 
     /// Allocates memory of this process and shares it with the host.
     pub fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error> {
-        let (fd, memory) = sharing::make("granary-dma", bytes)?;
+        if let Some(part) = self.0.arena.get().and_then(|arena| arena.allocate(bytes)) {
+            return Ok(part);
+        }
+        let (file, memory) = sharing::make("granary-dma", bytes)?;
+        self.share(Shareable { file, memory })
+    }
+
+    /// Like [`Attached::alloc_dma`], in a memfd of its own. `show` is called before the host seals
+    /// the memory, so that another process can map it ([`map_shared`](super::map_shared)).
+    pub fn alloc_shown(
+        &self,
+        bytes: usize,
+        show: &mut dyn FnMut(BorrowedFd<'_>),
+    ) -> Result<DmaMemory, Error> {
+        let (file, memory) = sharing::make("granary-dma", bytes)?;
+        show(file.as_fd());
+        self.share(Shareable { file, memory })
+    }
+
+    /// Offset of `memory` in the memory that a borrower has mapped; `None` if it lies elsewhere.
+    pub fn lendable_offset(&self, memory: &DmaMemory) -> Option<usize> {
+        self.0.arena.get()?.offset(memory)
+    }
+
+    /// A duplicate of the NIC's eventfd, for a borrower.
+    pub fn wake(&self) -> Result<OwnedFd, Error> {
+        self.0
+            .page
+            .wake
+            .try_clone()
+            .map_err(|source| Error::System { attempt: "duplicating the NIC's eventfd", source })
+    }
+
+    /// Shares memory with the host, which seals it.
+    fn share(&self, memory: Shareable) -> Result<DmaMemory, Error> {
+        let Shareable { file: fd, memory } = memory;
         let bytes = memory.len() as u64;
         let number = match self.0.ask(&Request::AddMemory { bytes }, Some(&fd))? {
             Response::Memory(number) => number,

@@ -95,9 +95,16 @@ impl MappedDoorbell {
         self.page.on_doorbell();
     }
 
-    /// Starts a new generation, after a reset of the queue pair.
+    /// Starts a new generation, after a reset of the queue pair. Another process may have written
+    /// the doorbell last, if the queue pair was lent.
     pub fn reset(&mut self) {
-        self.generation = self.generation.wrapping_add(1);
+        let last = self.page.memory.word32(self.at).load(Ordering::Relaxed);
+        self.generation = ((last >> 16) as u16).wrapping_add(1);
+    }
+
+    /// The doorbell's slot in the page.
+    pub fn slot(&self) -> u32 {
+        ((self.at - DOORBELLS) / 4) as u32
     }
 }
 
@@ -121,7 +128,12 @@ mod tests {
         assert_eq!(word.load(Ordering::Relaxed), 0x0009_0000);
         assert!(MappedDoorbell::new(page.clone(), 2).is_none());
         // A new owner of the slot writes the same index.
-        MappedDoorbell::new(page.clone(), 1).unwrap().write(0);
+        let mut second = MappedDoorbell::new(page.clone(), 1).unwrap();
+        second.write(0);
         assert_eq!(word.load(Ordering::Relaxed), 0x000a_0000);
+        // The first owner takes the slot back, and also writes the same index.
+        doorbell.reset();
+        doorbell.write(0);
+        assert_eq!(word.load(Ordering::Relaxed), 0x000b_0000);
     }
 }

@@ -29,6 +29,7 @@ mod doorbell_scanner;
 mod driver;
 mod host;
 mod idle;
+mod lend;
 mod nic_thread;
 mod page;
 pub mod peer;
@@ -48,5 +49,6 @@ pub mod raw {
 pub use client::{Attached, Raw};
 pub use doorbell::MappedDoorbell;
 pub use host::{Host, HostStats, LocalFunction, ThinFile};
+pub use lend::{ARENA_MAX, BorrowedFunction, BorrowedMemory, LendableMemory, map_shared};
 pub use peer::Peer;
 pub use session::{Session, SessionLimits};

@@ -65,16 +65,47 @@ fn populate(memory: &DmaMemory) -> Result<(), Errno> {
     done
 }
 
-/// Maps and seals `bytes` of memory that a client sent. Fails if an access to the memory could
-/// fail.
-pub(super) fn adopt(fd: &OwnedFd, bytes: u64) -> Result<DmaMemory, Error> {
+/// Maps a whole memfd of another process, at most `most` bytes, before the NIC's process seals it.
+/// The size is sealed first, so that an access to the mapping cannot fail because the other
+/// process shrinks the memfd.
+pub(super) fn borrow(fd: &OwnedFd, most: u64) -> Result<DmaMemory, Error> {
+    let seals = check_kind(fd)?;
+    if seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE) {
+        return Err(refused(
+            "the lent memory is sealed: the borrower must map it before its owner attaches",
+        ));
+    }
+    let fixed_size = SealFlags::SHRINK | SealFlags::GROW;
+    if !seals.contains(fixed_size) {
+        rustix::fs::fcntl_add_seals(fd.as_fd(), fixed_size)
+            .map_err(|e| refused_owned(format!("the lent memory cannot be sealed ({e})")))?;
+    }
+    let size = rustix::fs::fstat(fd).map_err(Error::system("examining lent memory"))?.st_size;
+    let whole_pages = size > 0 && (size as u64).is_multiple_of(rustix::param::page_size() as u64);
+    if !whole_pages || size as u64 > most {
+        return Err(refused_owned(format!(
+            "lent memory of {size} bytes; possible are whole pages, up to {most} bytes"
+        )));
+    }
+    DmaMemory::map_shared(fd, 0, size as usize).map_err(Error::system("mapping lent memory"))
+}
+
+/// Returns the seals of a memfd of ordinary pages, and an error for any other file.
+fn check_kind(fd: &OwnedFd) -> Result<SealFlags, Error> {
     // The first check, because it fails for other files without accessing them.
-    rustix::fs::fcntl_get_seals(fd)
+    let seals = rustix::fs::fcntl_get_seals(fd)
         .map_err(|_| refused("the descriptor does not refer to sealable shared memory (memfd)"))?;
     let kind = rustix::fs::fstatfs(fd).map_err(Error::system("examining shared memory"))?.f_type;
     if kind as u64 != TMPFS {
         return Err(refused("the shared memory must have ordinary pages, not huge pages"));
     }
+    Ok(seals)
+}
+
+/// Maps and seals `bytes` of memory that a client sent. Fails if an access to the memory could
+/// fail.
+pub(super) fn adopt(fd: &OwnedFd, bytes: u64) -> Result<DmaMemory, Error> {
+    check_kind(fd)?;
     let whole_pages = bytes > 0 && bytes.is_multiple_of(rustix::param::page_size() as u64);
     let len = usize::try_from(bytes).ok().filter(|_| whole_pages);
     let len = len.ok_or_else(|| {
