@@ -416,6 +416,13 @@ impl Slots {
         self.free_now(slot)
     }
 
+    /// Frees a slot that was allocated and that no page or position has named since. No child can
+    /// read it, so the free is not deferred, even while a fork is in progress.
+    #[must_use]
+    pub fn give_back(&mut self, slot: SlotId) -> Option<Emptied> {
+        self.free_now(slot)
+    }
+
     fn free_now(&mut self, slot: SlotId) -> Option<Emptied> {
         let (index, page) = self.split(slot);
         let chunk = self.chunks[index].as_mut().expect("a slot's chunk exists");

@@ -234,6 +234,22 @@ fn frozen_slots_are_not_reused_while_a_child_needs_them() {
     assert_eq!(slots.held(), (0, 0), "slots freed while frozen are free without the child");
 }
 
+/// A thread that cannot write now gives the new slots back and tries again, as often as the fork
+/// takes.
+#[test]
+fn unused_slots_are_not_kept_for_a_fork_in_progress() {
+    let pool = pool(8);
+    let mut slots = Slots::new(1 << 20);
+    let kept = allocate_one(&mut slots, &pool);
+    slots.freeze();
+    for _ in 0..10_000 {
+        let unused = allocate_one(&mut slots, &pool);
+        assert!(slots.is_frozen(unused));
+        assert_eq!(slots.give_back(unused), None, "the chunk of {kept:?}");
+    }
+    assert_eq!(slots.held(), (1, 0));
+}
+
 #[test]
 fn word_slots_have_no_place_and_no_print() {
     let mut slots = Slots::new(1 << 20);

@@ -275,7 +275,8 @@ impl<M: Memory> Pages<M> {
             let unchanged =
                 |entry: Entry| entry.state() == PageState::Remote && entry.slot() == Some(old.0);
             if self.table.try_lock(page, unchanged).is_none() {
-                self.free_slot(new);
+                let emptied = self.slots().give_back(new);
+                self.note_emptied(emptied);
                 continue;
             }
             // SAFETY: a frame of this thread; the READ into it is complete.

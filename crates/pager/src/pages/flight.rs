@@ -155,6 +155,11 @@ impl Flights {
         self.take_free(self.windows.end..self.flights.len())
     }
 
+    /// Returns true if a flight for a WRITE is free.
+    fn can_write(&self) -> bool {
+        self.flights[self.windows.end..].iter().any(|flight| flight.phase == Phase::Free)
+    }
+
     /// Returns the number of pages that are being written.
     pub fn writing(&self) -> u32 {
         let writes = &self.flights[self.windows.end..];
@@ -515,6 +520,9 @@ impl<M: Memory> Pages<M> {
     pub(super) fn post_write(&self, hand: &mut Hand) -> u32 {
         let new_slots = {
             let state = self.state();
+            if !state.flights.can_write() {
+                return 0;
+            }
             let needs_slot = |position: &Position| {
                 let slot = state.shelf.record(*position).slot;
                 slot.is_none_or(|slot| self.slots().is_frozen(slot))
@@ -531,7 +539,7 @@ impl<M: Memory> Pages<M> {
         let state = &mut *guard;
         let index = (state.shelf.dirty() > 0).then(|| state.flights.take_write()).flatten();
         let Some(index) = index else {
-            hand.slots.drain(..).for_each(|slot| self.free_slot(slot));
+            self.give_back_slots(hand);
             return 0;
         };
         let first_frame = state.flights.get(index).first_frame;
@@ -566,7 +574,7 @@ impl<M: Memory> Pages<M> {
             let frame = FrameId(first_frame.0 + at as u32);
             hand.pairs.push((self.slots().source(slot), frame));
         }
-        hand.slots.drain(..).for_each(|slot| self.free_slot(slot));
+        self.give_back_slots(hand);
         let flight = state.flights.get(index);
         if hand.landing.is_empty() {
             flight.phase = Phase::Free;
@@ -584,6 +592,14 @@ impl<M: Memory> Pages<M> {
         let pages = hand.pairs.len() as u32;
         self.set_posted(hand, index, ticket);
         pages
+    }
+
+    /// Frees the slots of `hand.slots`, which no page or position names.
+    fn give_back_slots(&self, hand: &mut Hand) {
+        for slot in hand.slots.drain(..) {
+            let emptied = self.slots().give_back(slot);
+            self.note_emptied(emptied);
+        }
     }
 
     /// Allocates slots for a batch into `hand.slots`, in reverse order, because the batch pops them
