@@ -213,8 +213,10 @@ impl Pager {
         }
         if !self.forks.is_light() {
             self.forks.server_ends.iter().for_each(|end| end.store(0, Ordering::Release));
-            self.pages.fork_waits.store(false, Ordering::Release);
+            // In this order: a page that is taken out while slots are still frozen at their
+            // allocation needs a new slot each time.
             self.pages.slots().end_freezing();
+            self.pages.fork_waits.store(false, Ordering::Release);
             self.forks.step.store(NONE, Ordering::Release);
             if !forked {
                 self.child_is_gone(self.forks.epoch());
