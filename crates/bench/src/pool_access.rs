@@ -28,7 +28,7 @@ pub fn settings(region: usize) -> Settings {
 /// Connection options of a compute node for `in_flight` operations.
 pub fn options(in_flight: usize) -> Options {
     let blocks = (in_flight * BLOCKS_PER_OPERATION).next_power_of_two().clamp(256, 1 << 15);
-    Options { groups: Some(1), send_blocks: blocks as u32 }
+    Options { groups: Some(1), send_blocks: blocks as u32, ..Options::default() }
 }
 
 /// Measures READs or WRITEs on a chunk of `pool`.
