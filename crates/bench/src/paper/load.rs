@@ -146,11 +146,8 @@ impl Load {
 
     /// Options of each connection.
     pub fn options(&self) -> Options {
-        Options {
-            groups: Some(self.threads_each() as u16),
-            send_blocks: SEND_BLOCKS,
-            ..Options::default()
-        }
+        let groups = Some(self.threads_each() as u16);
+        Options { groups, send_blocks: SEND_BLOCKS, ..Options::default() }
     }
 }
 
