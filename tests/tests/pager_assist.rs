@@ -146,6 +146,17 @@ fn assist_killed_during_forks_costs_no_process() {
     }
 }
 
+/// Children come and go while another thread writes more pages than the limit allows.
+#[test]
+fn storm_of_forks_is_served() {
+    let site = site(NodeKind::Private, "storm", 8 * MIB);
+    let program = site.scratch.compile("storm", include_str!("pager_programs/storm.c"));
+    let (program, forks) = (program.to_str().unwrap(), if full() { "500" } else { "60" });
+    let paged = site.run(program, &["fork", forks]);
+    assert_same(&plain(program, &["fork", forks]), &paged.outcome, 8 * MIB);
+    assert!(paged.count("assist_pages") > 1_000, "{}", paged.stats);
+}
+
 /// Waits until a process has ended.
 fn wait_for_end(pid: Pid) {
     let Ok(end) = pidfd_open(pid, PidfdFlags::empty()) else { return };

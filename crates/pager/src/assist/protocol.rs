@@ -17,7 +17,7 @@
 //!     RING, memfd                     -->    serves the ring from now on
 //!                                     <--  READY
 //!     WAKE                            -->    looks for requests
-//!                                     <--  REFUSED reason, at any time, before it closes the socket
+//!                                     <--  REFUSED reason, at any time: it closes the socket
 //! ```
 //!
 //! The host waits for READY before it passes the same memory to its NIC. The NIC's process seals
