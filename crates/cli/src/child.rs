@@ -11,7 +11,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Makes the kernel send SIGTERM to the command's process when this process ends for any reason. See
+/// Makes the kernel send SIGTERM to the command's process when this process ends for any reason:
 /// [`signal_with_parent`].
 pub fn terminate_with_parent(command: &mut Command) -> &mut Command {
     signal_with_parent(command, Signal::TERM)

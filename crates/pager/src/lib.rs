@@ -18,7 +18,8 @@
 //! [`slots`] of a [`transport`] through [`backing`]. [`fault`] and `worker` are the threads,
 //! [`stream`] decides what is prefetched. [`mapping`] implements the program's `mmap`, `munmap` and
 //! `mprotect` on paged memory, [`advice`] its `madvise`, and [`fork`] gives forked children their
-//! pages. An [`assist`] can move pages in place of this process. [`extent`] is paged memory outside of the region, at addresses that the program chose.
+//! pages. An [`assist`] can move pages in place of this process. [`extent`] is paged memory outside
+//! of the region, at addresses that the program chose.
 //!
 //! # Resident memory
 //! `GRANARY_LOCAL` bounds the resident pages of the region, the shelf and the frames together, at

@@ -162,8 +162,8 @@ impl Mover for LentMover {
     }
 
     fn arm(&mut self) -> Result<(), String> {
-        let busy = self.nodes.iter_mut().filter(|lanes| lanes.in_flight() > 0);
-        busy.map(BorrowedLanes::arm).collect::<Result<(), _>>().map_err(|error| error.to_string())
+        let mut busy = self.nodes.iter_mut().filter(|lanes| lanes.in_flight() > 0);
+        busy.try_for_each(BorrowedLanes::arm).map_err(|error| error.to_string())
     }
 
     fn events(&self, visit: &mut dyn FnMut(BorrowedFd<'_>)) {

@@ -7,8 +7,8 @@
 //! # End of the assist
 //! A thread of the pager watches the connection ([`Transport::watch`]). When the assist ends, this
 //! thread takes lent queues back, runs all requests that are not complete through the inner
-//! transport, and completes them in place of the assist. They can be repeated, because frames and slots stay reserved until their
-//! completion. So a ticket needs to look at completion words only.
+//! transport, and completes them in place of the assist. Requests can be repeated, because frames
+//! and slots stay reserved until their completion. So a ticket looks at completion words only.
 //!
 //! A thread that waits for the assist longer than [`Patience`] ends the assist's process, and goes
 //! on waiting for the watching thread.

@@ -36,7 +36,8 @@ run of the same round. CPU time is that of the program's process with the pager'
 the memory node is another process, and so is the assist. linux, fastswap and two are granary run \
 --paths; its private memory node is in this machine's memory, and the process copies its pages \
 itself. two+assist adds --assist process, which takes the role of the SmartNIC on a core of this \
-machine: with two cores it competes with the program. The paper's numbers are of a cluster with a SmartNIC, and of the kernel's swap over its network.";
+machine: with two cores it competes with the program. The paper's numbers are of a cluster with a \
+SmartNIC, and of the kernel's swap over its network.";
 
 /// Runs the experiment, and prints its tables.
 pub fn run(
@@ -106,8 +107,8 @@ impl Processes {
         Ok(Self { granary, directory })
     }
 
-    /// Returns a command that runs `program` under `granary run` with these options. Arguments may be
-    /// added.
+    /// Returns a command that runs `program` under `granary run` with these options. Arguments may
+    /// be added.
     fn paged(&self, options: &[&str], job: Job, program: &Path) -> Command {
         let mut command = Command::new(&self.granary);
         let local = job.local_bytes.to_string();
