@@ -51,7 +51,7 @@ fn sorted(paths: &str) -> Value {
     let mut command = Command::new(&granary);
     command.args(["run", "--local", "4MiB", "--paths", paths, "--stats-json"]).arg(&file);
     command.arg("--").arg(&granary);
-    output(command.args(["worker", "sams", "--program", "quicksort", "--memory", "16MiB"]));
+    output(command.args(["worker", "program", "quicksort", "--memory", "16MiB"]));
     serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap()
 }
 

@@ -70,6 +70,7 @@ impl Ready {
 /// this value is dropped, or when this process ends for any reason.
 pub struct NodeProcess {
     _child: ChildProcess,
+    id: u32,
     path: PathBuf,
     remote: Option<Address>,
     /// File with the token that clients over TCP must present.
@@ -130,7 +131,12 @@ impl NodeProcess {
             }
             other => other,
         };
-        Ok(Self { _child: child, path, remote, _token: token })
+        Ok(Self { _child: child, id: ready.pid, path, remote, _token: token })
+    }
+
+    /// Id of the node's process.
+    pub fn id(&self) -> u32 {
+        self.id
     }
 
     /// Path of the node's Unix socket.

@@ -37,9 +37,18 @@ fn wrong_command_line_exits_with_2_and_a_reason() {
             &["bench", "paper", "onesidedmw", "--experiment", "x"],
             "must be one of allocation, access",
         ),
-        (&["bench", "paper", "sams", "--simulated-only"], "sams is measured only"),
+        (&["bench", "paper", "sams", "--simulated-only"], "sams and swap are measured only"),
         (&["bench", "paper", "sams", "--memory", "1MiB"], "at least 8MiB"),
         (&["bench", "paper", "finemem", "--memory", "8MiB"], "only the programs of sams"),
+        (&["bench", "paper", "onesidedmw", "--memory", "8MiB"], "only the programs of sams"),
+        (
+            &["bench", "paper", "onesidedmw", "--experiment", "swap", "--simulated-only"],
+            "sams and swap are measured only",
+        ),
+        (
+            &["bench", "paper", "onesidedmw", "--experiment", "swap", "--memory", "1MiB"],
+            "at least 8MiB",
+        ),
         (&["run", "--local", "8MiB", "--paths", "x", "--", "true"], "expected linux, fastswap"),
         (
             &["run", "--local=8MiB", "--assist=process", "--paths=linux", "--", "true"],
@@ -159,6 +168,7 @@ fn list_names_the_claims_of_every_experiment() {
         "patronus.bind",
         "scalability",
         "sams.cpu.linux",
+        "osmw.swap.overhead.25",
     ] {
         assert!(text.contains(name), "{name}: {text}");
     }

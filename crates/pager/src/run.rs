@@ -119,6 +119,23 @@ impl RunDirectory {
         &self.0
     }
 
+    /// Returns the directory of the run that the process `id` of `granary run` has started. `None`
+    /// before the directory exists.
+    pub fn find(id: u32) -> Option<PathBuf> {
+        Self::find_in(&std::env::temp_dir(), id)
+    }
+
+    fn find_in(parent: &Path, id: u32) -> Option<PathBuf> {
+        let prefix = format!("{DIRECTORY_PREFIX}{id}-");
+        let attempt = |entry: &std::fs::DirEntry| {
+            entry.file_name().to_str()?.strip_prefix(&prefix)?.parse::<u32>().ok()
+        };
+        let entries = std::fs::read_dir(parent).ok()?.flatten();
+        let found = entries.filter_map(|entry| Some((attempt(&entry)?, entry.path())));
+        // A directory that an earlier process with this id has left behind has a smaller number.
+        found.max().map(|(_, path)| path)
+    }
+
     /// Returns the ids of the processes that have counters.
     fn processes(&self) -> Vec<u32> {
         let names = std::fs::read_dir(&self.0).into_iter().flatten().flatten();
@@ -326,6 +343,19 @@ pub fn check_program(program: &OsStr) -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn newest_directory_of_a_process_is_found() {
+        let parent = std::env::temp_dir().join(format!("granary-find-{}", std::process::id()));
+        for name in ["7-9", "7-10", "77-11", "7-x"].map(|end| format!("{DIRECTORY_PREFIX}{end}")) {
+            std::fs::create_dir_all(parent.join(name)).unwrap();
+        }
+        let found = |id| RunDirectory::find_in(&parent, id);
+        assert_eq!(found(7), Some(parent.join("granary-run-7-10")));
+        assert_eq!(found(77), Some(parent.join("granary-run-77-11")));
+        assert_eq!(found(8), None);
+        std::fs::remove_dir_all(&parent).unwrap();
+    }
 
     #[test]
     fn programs_and_scripts_are_recognised() {

@@ -21,6 +21,9 @@ pub struct Paper {
     pub params: fn() -> Params,
     /// The experiments, in the order in which they run.
     pub experiments: &'static [Experiment],
+    /// The experiments that run programs in processes. They run only if they are named, because
+    /// each takes many minutes.
+    pub programs: &'static [ProgramExperiment],
     /// Explains why a claim, given by its id, is off by more than a tenth.
     pub note: fn(&str) -> Option<&'static str>,
     /// Note printed after the measured tables.
@@ -44,6 +47,17 @@ pub struct Experiment {
     pub draw: fn(&Results, &Canvas<'_>) -> Result<Vec<PathBuf>, Error>,
 }
 
+/// An experiment of a paper that runs programs in processes on this machine.
+#[derive(Clone, Copy, Debug)]
+pub struct ProgramExperiment {
+    /// Name on the command line and in records.
+    pub name: &'static str,
+    /// Title in the list of experiments.
+    pub title: &'static str,
+    /// Ids of the claims that the experiment covers.
+    pub claims: &'static [&'static str],
+}
+
 /// Output parameters of pictures.
 #[derive(Clone, Copy, Debug)]
 pub struct Canvas<'a> {
@@ -63,15 +77,18 @@ impl Canvas<'_> {
 }
 
 impl Paper {
-    /// Finds an experiment by name.
+    /// Finds an experiment by name; `None` if it runs programs in processes.
     ///
     /// # Errors
     /// A message with the existing names.
-    pub fn experiment(&self, name: &str) -> Result<&Experiment, String> {
-        self.experiments.iter().find(|e| e.name == name).ok_or_else(|| {
-            let names: Vec<_> = self.experiments.iter().map(|e| e.name).collect();
-            format!("--experiment {name}: must be one of {}", names.join(", "))
-        })
+    pub fn experiment(&self, name: &str) -> Result<Option<&Experiment>, String> {
+        let found = self.experiments.iter().find(|e| e.name == name);
+        if found.is_some() || self.programs.iter().any(|e| e.name == name) {
+            return Ok(found);
+        }
+        let names = self.experiments.iter().map(|e| e.name);
+        let names: Vec<_> = names.chain(self.programs.iter().map(|e| e.name)).collect();
+        Err(format!("--experiment {name}: must be one of {}", names.join(", ")))
     }
 }
 

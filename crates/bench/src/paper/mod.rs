@@ -11,7 +11,8 @@
 //!   tables and the summary of claims (results.rs), pictures (picture.rs)
 //! ```
 //!
-//! [`sams`] is a paper of its own kind: its programs run in processes, on several systems.
+//! [`sams`] is a paper of its own kind: its programs ([`programs`]) run in processes, on several
+//! systems. So do those of OneSidedMW's experiment [`swap`], over several schemes.
 //!
 //! Each other experiment is one function that is generic over the testbed: the same loops run under
 //! virtual time and on a clock. Simulated and measured numbers never share a table.
@@ -26,11 +27,13 @@ pub mod load;
 pub mod measure;
 pub mod onesidedmw;
 pub mod picture;
+pub mod programs;
 pub mod registration;
 pub mod results;
 pub mod sams;
 pub mod scalability;
 pub mod simulated;
+pub mod swap;
 pub mod testbed;
 pub mod traces;
 pub mod verb_times;

@@ -1,9 +1,9 @@
-//! OneSidedMW (NSDI'26): the paper's experiments on allocation and access.
+//! OneSidedMW (NSDI'26): the paper's experiments on allocation and access, and on swap.
 
 use sim::Params;
 
 use super::experiment::{Experiment, Paper};
-use super::{chain_queues, latency, picture, registration, scalability};
+use super::{chain_queues, latency, picture, registration, scalability, swap};
 
 /// The paper.
 pub static PAPER: Paper = Paper {
@@ -13,6 +13,7 @@ pub static PAPER: Paper = Paper {
               virtual time",
     params: Params::connectx5,
     experiments: &[ALLOCATION, ACCESS, CHAIN_QUEUES, registration::EXPERIMENT, SCALABILITY],
+    programs: &[swap::EXPERIMENT],
     note,
     measured: "This machine is not a cluster: a thread stands in for the memory node's NIC, and \
                there is no network. With more threads than cores, the times include scheduling \

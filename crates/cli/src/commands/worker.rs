@@ -8,13 +8,13 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use bench::fault::Pattern;
 use bench::paged_fault::Memory;
-use bench::paper::sams::Program;
+use bench::paper::programs::Program;
 use bench::pingpong::{NicContext, PeerInfo, Side, Task};
 use pool::{Address, NicService, Options};
 use serde::{Deserialize, Serialize};
 use units::Size;
 
-use super::bench::sams;
+use super::bench::programs;
 use crate::kernel_swap::KernelSwap;
 use crate::worker_process::{next_task, send_ready, send_result};
 
@@ -42,10 +42,9 @@ pub enum Worker {
         #[arg(long)]
         memory: Size,
     },
-    /// Run a program of `bench paper sams`, and print its times
-    Sams {
+    /// Run a program of `bench paper`, and print its times
+    Program {
         /// Name of the program
-        #[arg(long)]
         program: Program,
         /// Amount of its data
         #[arg(long)]
@@ -89,7 +88,7 @@ impl Worker {
             Self::Alloc { pool } => alloc(&pool),
             Self::Pingpong { socket, serve } => pingpong(socket.as_deref(), serve),
             Self::Fault { memory } => fault(memory),
-            Self::Sams { program, memory } => send_result(&sams::work(program, memory)?),
+            Self::Program { program, memory } => send_result(&programs::work(program, memory)?),
             Self::Swap(swap) => swap.run(),
         }?;
         Ok(ExitCode::SUCCESS)

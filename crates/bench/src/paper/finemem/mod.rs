@@ -29,6 +29,7 @@ pub static PAPER: Paper = Paper {
         costs::COSTS,
         mixed::TRACES_REPLAYED,
     ],
+    programs: &[],
     note,
     measured: "This machine is not a cluster: a thread stands in for the memory node's NIC, and \
                there is no network. With more threads than cores, the times include scheduling \

@@ -13,66 +13,21 @@
 //! is equal. Fastswap is its way within the pager (`--paths fastswap`). The SmartNIC is an assist
 //! process (`--assist process`).
 
-pub mod memcached;
 mod outcomes;
-pub mod workload;
 
 use super::Extent;
+use super::programs::{Job, Measured, Program};
 use bench_report::progress::Bar;
 pub use outcomes::{CLAIMS, Outcomes};
-use workload::Measured;
 
 /// Name of the paper and of its experiment.
 pub const NAME: &str = "sams";
 /// Title of the paper.
 pub const TITLE: &str = "SAMS (SmartNIC-assisted disaggregated memory)";
 
-/// The programs of the paper's evaluation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Program {
-    /// LU decomposition with partial pivoting.
-    Linpack,
-    /// Quicksort of random numbers.
-    Quicksort,
-    /// Reads of random keys. Needs the installed server.
-    Memcached,
-    /// Lloyd's k-means.
-    KMeans,
-    /// Copy, scale, add and triad.
-    Stream,
-}
-
-impl Program {
-    /// All programs, in the paper's order.
-    pub const ALL: [Self; 5] =
-        [Self::Linpack, Self::Quicksort, Self::Memcached, Self::KMeans, Self::Stream];
-
-    /// The name in records and tables.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Linpack => "linpack",
-            Self::Quicksort => "quicksort",
-            Self::Memcached => "memcached",
-            Self::KMeans => "k-means",
-            Self::Stream => "stream",
-        }
-    }
-
-    /// Bytes of the program's data if `memory` is that of a program. Linpack has an eighth, because
-    /// its time grows with the size to the power of 1.5.
-    pub fn bytes(self, memory: u64) -> u64 {
-        if self == Self::Linpack { memory / 8 } else { memory }
-    }
-}
-
-impl std::str::FromStr for Program {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|program| program.name() == name);
-        found.ok_or_else(|| format!("no program {name:?}"))
-    }
-}
+/// The programs of the paper's evaluation, in its order.
+pub const PROGRAMS: [Program; 5] =
+    [Program::Linpack, Program::Quicksort, Program::Memcached, Program::KMeans, Program::Stream];
 
 /// What holds the memory of a program that is not local.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -121,36 +76,6 @@ pub trait Machine {
     fn run(&self, job: Job, system: System) -> Result<Measured, String>;
 }
 
-/// A program with its data and its local part.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Job {
-    /// The program.
-    pub program: Program,
-    /// Bytes of its data.
-    pub bytes: u64,
-    /// Bytes that may be local. No limit for a plain run.
-    pub local_bytes: u64,
-}
-
-/// Memory of a process beside its data: program, libraries, heap, the pager's frames and shelf.
-const BESIDE_BYTES: u64 = 16 << 20;
-/// The least bound of `granary run`.
-const LOCAL_BYTES_MIN: u64 = pager::config::LOCAL_BYTES_MIN;
-
-impl Job {
-    /// A program with `percent` of its data local. At 100 % the process's other memory is local
-    /// too, so that nothing is evicted.
-    pub fn new(program: Program, memory: u64, percent: u32) -> Self {
-        let bytes = program.bytes(memory);
-        let local_bytes = match percent {
-            // memcached's items leave room in their slabs, and its table of keys grows.
-            100 => bytes + bytes / 4 + BESIDE_BYTES,
-            _ => (bytes * u64::from(percent) / 100).max(LOCAL_BYTES_MIN),
-        };
-        Self { program, bytes, local_bytes }
-    }
-}
-
 /// The measured points.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
@@ -169,7 +94,7 @@ impl Plan {
     pub fn new(extent: Extent, memory: Option<u64>) -> Self {
         match extent {
             Extent::Full => Self {
-                programs: Program::ALL.into(),
+                programs: PROGRAMS.into(),
                 shares: vec![100, 90, 70, 50, 25],
                 rounds: 3,
                 memory: memory.unwrap_or(512 << 20),
@@ -203,10 +128,7 @@ impl Plan {
                 let (job, point) =
                     (Job::new(program, self.memory, share), (program, share, system));
                 if !outcomes.is_missing(point) {
-                    match machine.run(job, system) {
-                        Ok(measured) => outcomes.add(point, round, measured),
-                        Err(why) => outcomes.set_missing(point, why),
-                    }
+                    outcomes.add(point, round, machine.run(job, system));
                 }
                 bar.step();
             }

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use super::workload::Measured;
-use super::{NAME, Plan, Program, System};
+use super::{Measured, NAME, Plan, Program, System};
 use crate::Error;
+use crate::paper::programs::rounds::Rounds;
 use crate::paper::results::Results;
 use bench_report::plot::Bars;
 use bench_report::record::{Setting, Statistic, Unit};
@@ -54,79 +54,48 @@ type Point = (Program, u32, System);
 #[derive(Clone, Debug)]
 pub struct Outcomes {
     plan: Plan,
-    /// Results by round.
-    measured: BTreeMap<Point, BTreeMap<u32, Measured>>,
-    /// Reasons of missing results.
-    missing: BTreeMap<Point, String>,
+    rounds: Rounds<Point, Measured>,
 }
 
 impl Outcomes {
     pub(super) fn new(plan: &Plan) -> Self {
-        Self { plan: plan.clone(), measured: BTreeMap::new(), missing: BTreeMap::new() }
+        Self { plan: plan.clone(), rounds: Rounds::default() }
     }
 
-    /// Adds a result. A checksum that differs from the program's first one makes the result wrong.
-    pub(super) fn add(&mut self, point: Point, round: u32, measured: Measured) {
-        let mut same = self.measured.iter().filter(|((program, ..), _)| *program == point.0);
-        let first = same.find_map(|(_, rounds)| rounds.values().next());
-        if let Some(first) = first.filter(|first| first.checksum != measured.checksum) {
-            let why = format!(
-                "wrong result: checksum {:x} instead of {:x}; report this bug",
-                measured.checksum, first.checksum
-            );
-            self.set_missing(point, why);
-            return;
-        }
-        self.measured.entry(point).or_default().insert(round, measured);
-    }
-
-    pub(super) fn set_missing(&mut self, point: Point, why: String) {
-        self.missing.insert(point, why);
+    /// Adds the outcome of a run. All runs of a program have the same checksum.
+    pub(super) fn add(&mut self, point: Point, round: u32, outcome: Result<Measured, String>) {
+        self.rounds.add(point, round, outcome, |other| other.0 == point.0);
     }
 
     pub(super) fn is_missing(&self, point: Point) -> bool {
-        self.missing.contains_key(&point)
+        self.rounds.is_missing(&point)
     }
 
     /// Returns true if a program gave a wrong result.
     pub fn has_wrong_result(&self) -> bool {
-        self.missing.values().any(|why| why.starts_with("wrong result"))
+        self.rounds.has_wrong_result()
     }
 
     /// Median over the rounds; a quotient has its two numbers from the same round.
     fn median(&self, quantity: Quantity, point: Point, over: Option<System>) -> Option<f64> {
-        let (program, share, _) = point;
-        let rounds = self.rounds(point)?;
-        let below = match over {
-            Some(system) => Some(self.rounds((program, share, system))?),
-            None => None,
-        };
-        let value = |(round, measured): (&u32, &Measured)| {
-            let divisor = match below {
-                Some(below) => quantity.of(below.get(round)?),
-                None => 1.0,
-            };
-            (divisor > 0.0).then(|| quantity.of(measured) / divisor)
-        };
-        let mut values: Vec<f64> = rounds.iter().filter_map(value).collect();
-        values.sort_by(f64::total_cmp);
-        let middle = values.len() / 2;
-        match values.len() {
-            0 => None,
-            len if len % 2 == 1 => Some(values[middle]),
-            _ => Some((values[middle - 1] + values[middle]) / 2.0),
+        let value = |measured: &Measured| Some(quantity.of(measured));
+        let of = |system| self.place((point.0, point.1, system));
+        match over {
+            Some(base) => self.rounds.median_over(&of(point.2)?, &of(base)?, value),
+            None => self.rounds.median(&of(point.2)?, value),
         }
     }
 
-    fn rounds(&self, (program, share, system): Point) -> Option<&BTreeMap<u32, Measured>> {
-        let share = if system == System::Plain { *self.plan.shares.first()? } else { share };
-        self.measured.get(&(program, share, system))
+    /// The point under which a result is. A plain run has no share, and counts as the first one's.
+    fn place(&self, (program, share, system): Point) -> Option<Point> {
+        let first = *self.plan.shares.first()?;
+        Some((program, if system == System::Plain { first } else { share }, system))
     }
 
     /// All numbers as records.
     pub fn results(&self) -> Results {
         let mut results = Results::new(NAME, None);
-        for &point in self.measured.keys() {
+        for point in self.rounds.points() {
             let (program, share, system) = point;
             let setting = Setting::new()
                 .with("program", program.name())
@@ -224,8 +193,8 @@ impl Outcomes {
     /// One line for each reason of missing results.
     pub fn missing(&self) -> Vec<String> {
         let mut reasons: BTreeMap<(System, &str), Vec<String>> = BTreeMap::new();
-        for ((program, share, system), why) in &self.missing {
-            let points = reasons.entry((*system, why)).or_default();
+        for ((program, share, system), why) in self.rounds.missing() {
+            let points = reasons.entry((system, why)).or_default();
             points.push(match system {
                 System::Plain => program.name().to_owned(),
                 _ => format!("{} {share}%", program.name()),

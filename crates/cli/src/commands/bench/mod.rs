@@ -6,7 +6,10 @@ mod fault;
 mod paper;
 mod pingpong;
 mod policy;
-pub mod sams;
+pub mod programs;
+mod sams;
+mod swap;
+mod watch;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -39,7 +42,8 @@ Examples:
   granary bench fault --json                    page faults, results as JSON lines
   granary bench policy *.trace                  replacement policies on fault traces
   granary bench paper finemem                   a paper's numbers beside ours
-  granary bench paper sams --quick              programs on several kinds of far memory";
+  granary bench paper sams --quick              programs on several kinds of far memory
+  granary bench paper onesidedmw --experiment swap --quick    programs over the schemes";
 
 impl Bench {
     pub fn run(self) -> anyhow::Result<ExitCode> {

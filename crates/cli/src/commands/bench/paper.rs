@@ -9,7 +9,7 @@ use bench::paper::experiment::{self, Experiment};
 use bench::paper::results::{ClaimSummary, Results};
 use bench::paper::simulated::SimulatedCluster;
 use bench::paper::testbed::{Machine, Node, Testbed};
-use bench::paper::{Extent, Run, finemem, onesidedmw, sams as sams_paper};
+use bench::paper::{Extent, Run, finemem, onesidedmw, sams as sams_paper, swap as swap_paper};
 use bench_report::claims::Claims;
 use bench_report::record::Record;
 use bench_report::report::Report;
@@ -18,7 +18,7 @@ use clap::ValueEnum as _;
 use pool::{Options, Pool, Settings};
 use units::Size;
 
-use super::{BenchOutput, sams, say_pictures};
+use super::{BenchOutput, programs, sams, say_pictures, swap};
 use crate::UsageError;
 use crate::node::NodeProcess;
 
@@ -45,6 +45,11 @@ use crate::node::NodeProcess;
 /// k-means and STREAM with 100 to 25% of their memory local, on the kernel's swap (zram and a file,
 /// which need root), with granary run --paths linux, fastswap and two, and with two and --assist
 /// process.
+///
+/// The experiment swap of onesidedmw is measured only, and runs only if it is named, because it
+/// takes half an hour: k-means, memcached, PageRank and betweenness centrality with 50 and 25% of
+/// their memory local, each over a fresh memory node of each scheme, and 1 to 8 tasks of k-means
+/// over one memory node.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Paper {
@@ -76,7 +81,8 @@ pub struct Paper {
     #[arg(long, default_value_t = 1)]
     seed: u64,
 
-    /// Data of each program of sams; Linpack has an eighth [default: 512MiB, with --quick 64MiB]
+    /// Data of each program of sams and of swap; Linpack has an eighth, and a task of swap has the
+    /// half [default: 512MiB for sams, 256MiB for swap, with --quick 64MiB]
     #[arg(long, value_name = "SIZE")]
     memory: Option<Size>,
 
@@ -87,7 +93,7 @@ pub struct Paper {
 /// A paper with experiments.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 enum PaperName {
-    /// OneSidedMW (NSDI'26): allocation and access
+    /// OneSidedMW (NSDI'26): allocation, access and swap
     Onesidedmw,
     /// FineMem (OSDI'25): allocation by the compute nodes with one-sided operations
     Finemem,
@@ -115,6 +121,7 @@ Examples:
   granary bench paper onesidedmw --simulated-only --json > onesidedmw.jsonl
   granary bench paper finemem --quick
   granary bench paper sams --quick
+  granary bench paper onesidedmw --experiment swap --quick
 
 The directory of the pictures also receives the records, one JSON object per line:
 paper-onesidedmw-simulated.jsonl and paper-onesidedmw-measured.jsonl.";
@@ -145,11 +152,38 @@ impl Paper {
         }
         let name = self.paper.expect("clap requires a paper without --list");
         let Some(paper) = name.paper() else { return self.run_sams() };
-        if self.memory.is_some() {
-            let why = "--memory: only the programs of sams have a size".into();
-            return Err(UsageError(why, "bench paper").into());
+        let experiments = self.experiments(paper)?;
+        let has_swap = self.experiment.iter().any(|name| name == swap_paper::EXPERIMENT.name);
+        self.check_programs(has_swap)?;
+        if !experiments.is_empty() {
+            self.run_testbeds(paper)?;
         }
-        self.experiments(paper)?;
+        match has_swap {
+            true => swap::run(self.quick, self.memory, &self.output),
+            false => Ok(ExitCode::SUCCESS),
+        }
+    }
+
+    /// Checks the options that concern programs in processes.
+    fn check_programs(&self, has_programs: bool) -> Result<(), UsageError> {
+        let refuse = |why: &str| Err(UsageError(why.to_owned(), "bench paper"));
+        match self.memory {
+            Some(_) if !has_programs => {
+                return refuse("--memory: only the programs of sams and of swap have a size");
+            }
+            Some(memory) if memory.bytes() < programs::MEMORY_MIN => {
+                return refuse("--memory: must be at least 8MiB");
+            }
+            _ => {}
+        }
+        if self.simulated_only && has_programs {
+            return refuse("--simulated-only: sams and swap are measured only; leave it out");
+        }
+        Ok(())
+    }
+
+    /// Runs the experiments that have testbeds: simulated, and on this machine.
+    fn run_testbeds(&self, paper: &'static experiment::Paper) -> anyhow::Result<()> {
         // Only measurements on this machine need the warning about its load.
         let mut report =
             if self.simulated_only { self.output.report() } else { self.output.begin()? };
@@ -175,24 +209,19 @@ impl Paper {
             self.write_files(&all, &mode, directory.as_deref(), &mut report)?;
             report.say(format_args!("\n{}", paper.measured))?;
         }
-        Ok(ExitCode::SUCCESS)
+        Ok(())
     }
 
     fn run_sams(&self) -> anyhow::Result<ExitCode> {
-        let refuse = |why: &str| Err(UsageError(why.to_owned(), "bench paper").into());
-        if self.simulated_only {
-            return refuse("--simulated-only: sams is measured only");
-        }
         if self.experiment.iter().any(|name| name != sams_paper::NAME) {
-            return refuse("--experiment: the only experiment of sams is sams");
+            let why = "--experiment: the only experiment of sams is sams".to_owned();
+            return Err(UsageError(why, "bench paper").into());
         }
-        if self.memory.is_some_and(|memory| memory.bytes() < sams::MEMORY_MIN) {
-            return refuse("--memory: must be at least 8MiB");
-        }
+        self.check_programs(true)?;
         sams::run(self.quick, self.memory, &self.output)
     }
 
-    /// The experiments that `--experiment` selects; all of them without it.
+    /// The experiments with testbeds that `--experiment` selects; all of them without it.
     fn experiments(
         &self,
         paper: &'static experiment::Paper,
@@ -201,7 +230,9 @@ impl Paper {
             return Ok(paper.experiments.iter().collect());
         }
         let named = self.experiment.iter().map(|name| paper.experiment(name));
-        named.collect::<Result<_, _>>().map_err(|why| UsageError(why, "bench paper"))
+        let found = named.collect::<Result<Vec<_>, _>>();
+        let found = found.map_err(|why| UsageError(why, "bench paper"))?;
+        Ok(found.into_iter().flatten().collect())
     }
 
     fn run_on(
@@ -275,7 +306,14 @@ impl Paper {
                 continue;
             };
             let title = format!("{}: {}", paper.name, paper.title);
-            report.table(&title, &claims_of(&self.experiments(paper)?))?;
+            let mut table = claims_of(&self.experiments(paper)?);
+            for experiment in paper.programs {
+                let named = |name: &String| name == experiment.name;
+                if self.experiment.is_empty() || self.experiment.iter().any(named) {
+                    add_claims(&mut table, experiment.name, experiment.claims);
+                }
+            }
+            report.table(&title, &table)?;
         }
         Ok(ExitCode::SUCCESS)
     }

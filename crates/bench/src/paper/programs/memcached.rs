@@ -6,7 +6,8 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Instant;
 
-use super::workload::Measured;
+use super::Measured;
+use super::workload::unit;
 use units::Random;
 
 /// Bytes of a value. With key and header an item fits into memcached's slab class of 1184 bytes.
@@ -15,14 +16,40 @@ const VALUE_BYTES: usize = 1024;
 const ITEM_BYTES: usize = 1184;
 /// Keys of one request, as caches in front of databases ask for them.
 const KEYS: u64 = 16;
-/// Reads of each item, on average.
-const READS: u64 = 2;
+/// A prime larger than the number of items, which scatters the ranks of items.
+const SCATTER: u64 = 2_654_435_761;
+
+/// The reads of a client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Load {
+    /// Reads of each item, on average.
+    pub reads: u64,
+    /// Few items have most reads. Otherwise all items have equally many.
+    pub is_skewed: bool,
+}
+
+impl Load {
+    /// Equally many reads of all items.
+    pub const EVEN: Self = Self { reads: 2, is_skewed: false };
+    /// A few hot items among many cold ones, as in Facebook's pool ETC.
+    pub const ETC: Self = Self { reads: 1, is_skewed: true };
+
+    /// A random item.
+    fn item(self, random: &mut Random, items: u64) -> u64 {
+        if !self.is_skewed {
+            return random.below(items);
+        }
+        let u = unit(random);
+        (u * u * u * items as f64) as u64 * SCATTER % items
+    }
+}
 
 /// Fills a server with `bytes` of items, then reads random ones.
 ///
 /// # Errors
 /// The socket fails, or the server answers with another value than the stored one.
-pub fn run(socket: &Path, bytes: usize) -> io::Result<Measured> {
+pub fn run(socket: &Path, bytes: usize, load: Load) -> io::Result<Measured> {
+    let begin = Instant::now();
     let mut server = Server::connect(socket)?;
     let items = (bytes / ITEM_BYTES).max(KEYS as usize) as u64;
     (0..items).try_for_each(|key| server.set(key))?;
@@ -30,12 +57,13 @@ pub fn run(socket: &Path, bytes: usize) -> io::Result<Measured> {
     let mut random = Random::stream(0x6d63, 0);
     let (start, cpu) = (Instant::now(), server.cpu_seconds()?);
     let mut checksum = 0;
-    for _ in 0..READS * items / KEYS {
-        let keys: [u64; KEYS as usize] = std::array::from_fn(|_| random.below(items));
+    for _ in 0..load.reads * items / KEYS {
+        let keys: [u64; KEYS as usize] = std::array::from_fn(|_| load.item(&mut random, items));
         checksum ^= server.get(&keys)?;
     }
     let seconds = start.elapsed().as_secs_f64();
-    Ok(Measured { seconds, cpu_seconds: server.cpu_seconds()? - cpu, checksum })
+    let cpu_seconds = server.cpu_seconds()? - cpu;
+    Ok(Measured { seconds, cpu_seconds, whole_seconds: begin.elapsed().as_secs_f64(), checksum })
 }
 
 struct Server {
@@ -177,7 +205,7 @@ mod tests {
         let listener = UnixListener::bind(&path).unwrap();
         std::thread::scope(|scope| {
             scope.spawn(|| serve(&listener, damaged));
-            run(&path, 100 * ITEM_BYTES)
+            run(&path, 100 * ITEM_BYTES, Load::EVEN)
         })
     }
 
@@ -186,6 +214,21 @@ mod tests {
         let (first, second) = (run_against(false).unwrap(), run_against(false).unwrap());
         assert_eq!(first.checksum, second.checksum);
         assert_eq!(first.cpu_seconds, 0.0, "the same time before and after");
+    }
+
+    #[test]
+    fn few_items_of_a_skewed_load_have_most_reads() {
+        let (items, reads) = (1000, 100_000);
+        let most = |load: Load| {
+            let mut random = Random::stream(1, 0);
+            let mut counts = vec![0; items as usize];
+            (0..reads).for_each(|_| counts[load.item(&mut random, items) as usize] += 1);
+            counts.sort_unstable_by(|a, b| b.cmp(a));
+            assert!(load.is_skewed || counts[items as usize - 1] > 0, "an item without a read");
+            counts[..items as usize / 10].iter().sum::<u32>()
+        };
+        assert!(most(Load::ETC) > 40_000, "{}", most(Load::ETC));
+        assert!(most(Load::EVEN) < 15_000, "{}", most(Load::EVEN));
     }
 
     #[test]
