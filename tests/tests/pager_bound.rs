@@ -126,6 +126,9 @@ fn processes_share_the_bound_of_their_run() {
     let peak = number(&stats, "local_given_peak_bytes");
     assert!((20 * MIB..=40 * MIB).contains(&peak), "{stats}: {}", outcome.stderr);
     assert!(number(&stats, "pages_out") > 1000, "the processes had too little to page: {stats}");
+    for part in ["fault_read_us", "fault_evict_us"] {
+        assert!(stats[part].as_f64().is_some_and(|us| us > 0.0), "{part}: {stats}");
+    }
     assert!(outcome.stderr.contains("of the run; at most"), "{}", outcome.stderr);
 }
 

@@ -514,6 +514,10 @@ impl Memory for LinuxMemory {
         self.position_address(position) as *mut u8
     }
 
+    fn now_ns(&self) -> u64 {
+        sys::now_ns()
+    }
+
     fn pause(&self) {
         // A real-time thread (the handler) that yields gives way to real-time threads only, and the
         // worker is none.

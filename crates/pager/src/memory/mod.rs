@@ -108,4 +108,7 @@ pub trait Memory: Send + Sync {
 
     /// Lets other threads run, because the caller waits for one of them.
     fn pause(&self);
+
+    /// Returns the time, in nanoseconds.
+    fn now_ns(&self) -> u64;
 }

@@ -212,8 +212,7 @@ impl<M: Memory> Pages<M> {
     pub(super) fn make_blank(&self, hand: &mut Hand, over_limit: bool) -> bool {
         let mut rounds = 0;
         while hand.blank.is_none() {
-            hand.blank = self.state().shelf.take_blank(1).map(|(position, _)| position);
-            if hand.blank.is_some() || self.grow(hand, over_limit) {
+            if self.find_blank(hand) || self.grow(hand, over_limit) {
                 break;
             }
             {
@@ -245,6 +244,15 @@ impl<M: Memory> Pages<M> {
             }
         }
         true
+    }
+
+    /// Gives the hand a blank position of the shelf unless it has one. Returns false if there is
+    /// none.
+    pub(super) fn find_blank(&self, hand: &mut Hand) -> bool {
+        if hand.blank.is_none() {
+            hand.blank = self.state().shelf.take_blank(1).map(|(position, _)| position);
+        }
+        hand.blank.is_some()
     }
 
     /// Makes room for a cluster, as the direct reclaim of Linux does: takes pages out, and waits

@@ -115,10 +115,17 @@ impl<M: Memory> Pages<M> {
 
     /// Makes sure that this thread's hand has a blank position, as [`Pages::make_blank`] does.
     fn make_room(&self, hand: &mut Hand, over_limit: bool) -> bool {
-        if self.paths == Paths::Linux && !over_limit {
+        let is_direct = self.paths == Paths::Linux && !over_limit;
+        if !is_direct && self.find_blank(hand) {
+            return true;
+        }
+        let start = self.memory.now_ns();
+        if is_direct {
             self.reclaim_directly(hand);
         }
-        self.make_blank(hand, over_limit)
+        let made = self.make_blank(hand, over_limit);
+        self.stats.add(Counter::FaultEvictNs, self.memory.now_ns() - start);
+        made
     }
 
     /// Serves a fault on a page that the table has as resident. Either another fault has mapped the
@@ -251,6 +258,7 @@ impl<M: Memory> Pages<M> {
         if let Some(word) = slot.as_word() {
             return self.map_word(page, slot, word, position);
         }
+        let start = self.memory.now_ns();
         match self.post_demand(hand, page, slot, position) {
             Some(flight) => {
                 if self.paths == Paths::Linux
@@ -260,6 +268,7 @@ impl<M: Memory> Pages<M> {
                     plan.issue = Default::default();
                 }
                 self.wait_flight(hand, flight);
+                self.stats.add(Counter::FaultReadNs, self.memory.now_ns() - start);
             }
             None => {
                 hand.blank = Some(position);
@@ -327,7 +336,9 @@ impl<M: Memory> Pages<M> {
             self.settle(page, entry);
             return match late {
                 Late::Take(flight) => {
+                    let start = self.memory.now_ns();
                     self.wait_flight(hand, flight);
+                    self.stats.add(Counter::FaultReadNs, self.memory.now_ns() - start);
                     Attempt::Again
                 }
                 Late::Waits => Attempt::Served(0),
