@@ -11,8 +11,9 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Makes the kernel send SIGTERM to the command's process when this process ends for any reason:
-/// [`signal_with_parent`].
+/// Makes the kernel send SIGTERM to the command's process when this process ends for any reason.
+///
+/// The command must be spawned from the main thread ([`signal_with_parent`]).
 pub fn terminate_with_parent(command: &mut Command) -> &mut Command {
     signal_with_parent(command, Signal::TERM)
 }

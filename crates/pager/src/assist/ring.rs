@@ -13,7 +13,7 @@
 //!              frame, qp (from bit 32)
 //! ```
 //!
-//! Request `n` is in entry `n % ENTRIES`. Its completion word becomes `mark(n)`, with [`FAILED`] if
+//! Request `n` is in entry `n % ENTRIES`. Its completion word becomes `mark(n)`, with `FAILED` if
 //! a page was not moved. An entry is used again only after its completion, so the completion word
 //! of the request before never equals the mark of the request after.
 //!
