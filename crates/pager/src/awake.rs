@@ -153,8 +153,7 @@ fn create_page() -> io::Result<OwnedFd> {
 
 /// Polls while faults are frequent, and sleeps otherwise. Never returns.
 fn run(times: &FaultTimes) {
-    // SAFETY: changes the nice value of the calling thread.
-    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) };
+    units::scheduling::last_in_line();
     let sleeps = &times.times().sleeps;
     let mut bound = 0;
     loop {

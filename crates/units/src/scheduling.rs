@@ -28,6 +28,7 @@ const RESET_ON_FORK: u64 = 1;
 /// Time slice in ns: the shortest that the kernel accepts.
 const SLICE_NS: u64 = 100_000;
 const NICE: i32 = -10;
+const NICE_MAX: i32 = 19;
 
 /// The scheduling class that a thread has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -119,6 +120,20 @@ impl Scheduling {
         if self.stepped_down {
             self.stepped_down = real_time().is_err();
         }
+    }
+}
+
+/// Makes the calling thread the last in line for a core, with the highest nice value.
+///
+/// The slices are as short as the kernel allows (Linux 6.12), because the kernel lets a thread with
+/// a short slice run sooner. On a busy machine the thread needs a turn even in order to end, and
+/// the end of its process waits for it.
+pub fn last_in_line() {
+    let wanted = |runtime| Attributes { runtime, nice: NICE_MAX, ..Attributes::default() };
+    // Kernels that know no slices may refuse one.
+    if set(wanted(SLICE_NS)).is_err() {
+        // The thread is then an ordinary one.
+        let _ = set(wanted(0));
     }
 }
 

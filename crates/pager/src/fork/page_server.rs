@@ -428,13 +428,16 @@ impl<'a> PageServer<'a> {
         };
         if fault.write_protected {
             // SAFETY: memory of the child, whose faults this process serves.
-            let _ = unsafe { faults.unprotect(fault.address, PAGE_BYTES, true) };
+            if unsafe { faults.unprotect(fault.address, PAGE_BYTES, true) }.is_err() {
+                // The child is forking or ending: its thread faults again.
+                drop(faults.wake(fault.address, PAGE_BYTES));
+            }
             return;
         }
         if child.channel.is_some() {
             if child.pages_served >= 2 * PAGES_BEFORE_PROMOTION {
-                // The promoted child serves this fault itself. A child of a light child starts with the
-                // number of pages of its parent, and its own promotion may not be requested yet.
+                // The promoted child serves this fault itself. A child of a light child starts with
+                // its parent's number of pages, and its own promotion may not be requested yet.
                 child.request_promotion();
                 return;
             }
