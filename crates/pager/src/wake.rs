@@ -1,4 +1,4 @@
-//! Sleep and wake-up between threads of the pager, on futexes.
+//! Sleep and wake-up between threads of the pager, and between a process and the assist.
 //!
 //! A thread that sleeps announces this first, so that other threads make a system call only for a
 //! thread that sleeps. The announcement and the event are a store-buffer pair: each side stores its
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering, fence};
 
 use crate::sys;
 
-/// A 32-bit word on which threads of one process sleep.
+/// A 32-bit word on which threads sleep.
 pub(crate) trait Futex {
     /// Loads the word.
     fn load(&self, order: Ordering) -> u32;
@@ -25,7 +25,7 @@ pub(crate) trait Futex {
     fn fence();
     /// Sleeps until a wake-up, unless the word differs from `value`. Returns early at times.
     fn sleep(&self, value: u32);
-    /// Wakes one thread that sleeps on the word.
+    /// Wakes one thread of this process that sleeps on the word.
     fn wake_one(&self);
 }
 
@@ -67,15 +67,28 @@ impl Futex for AtomicU32 {
 /// Value of the announcement of a thread that sleeps or is about to.
 const SLEEPS: u32 = 1;
 
+/// Announces that the calling thread is about to sleep. The thread looks for the event once more
+/// afterwards.
+pub(crate) fn announce<F: Futex>(sleeps: &F) {
+    sleeps.store(SLEEPS, Ordering::Relaxed);
+    F::fence();
+}
+
+/// Returns true if a thread has announced that it sleeps. Called after the store of the event for
+/// which the thread waits.
+pub(crate) fn is_announced<F: Futex>(sleeps: &F) -> bool {
+    F::fence();
+    sleeps.load(Ordering::Relaxed) != 0
+}
+
 /// Announces that the calling thread is about to sleep on `event`. Returns false if the event has
 /// happened since `seen` was loaded. In both cases [`end_sleep`] follows.
 pub(crate) fn may_sleep<F: Futex>(sleeps: &F, event: &F, seen: u32) -> bool {
-    sleeps.store(SLEEPS, Ordering::Relaxed);
-    F::fence();
+    announce(sleeps);
     event.load(Ordering::Acquire) == seen
 }
 
-/// Revokes the announcement of [`may_sleep`].
+/// Revokes an announcement.
 pub(crate) fn end_sleep<F: Futex>(sleeps: &F) {
     sleeps.store(0, Ordering::Relaxed);
 }
@@ -83,8 +96,7 @@ pub(crate) fn end_sleep<F: Futex>(sleeps: &F) {
 /// Notes that the event has happened. Returns true if the caller must wake the sleeping thread.
 pub(crate) fn must_wake<F: Futex>(sleeps: &F, event: &F) -> bool {
     event.increment(Ordering::Release);
-    F::fence();
-    sleeps.load(Ordering::Relaxed) == SLEEPS
+    is_announced(sleeps)
 }
 
 /// Checks every order of a model with at most three preemptions, or four in a full test run

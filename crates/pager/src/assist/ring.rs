@@ -18,10 +18,10 @@
 //! of the request before never equals the mark of the request after.
 //!
 //! # Sleep
-//! Both sides use a store, a sequentially consistent fence and a load of the other side's word, as
-//! the doorbells of the NIC do: the host stores `produced` and loads `sleeps`, the assist stores
-//! `sleeps` and loads `produced`. A waiter raises `waiters` and then sleeps on the completion word
-//! as a futex, and the assist stores the completion word and loads `waiters`.
+//! Both sides store their own word and then load the other side's ([`crate::wake`]): the host
+//! stores `produced` and loads `sleeps`, the assist stores `sleeps` and loads `produced`. A waiter
+//! raises `waiters` and then sleeps on the completion word as a futex, and the assist stores the
+//! completion word and loads `waiters`.
 //!
 //! # Trust
 //! The host may write any bytes at any time. The assist copies an entry once and validates the copy
@@ -34,6 +34,7 @@ use verbs::DmaMemory;
 
 use crate::sys;
 use crate::transport::Direction;
+use crate::wake;
 
 /// Entries of a ring.
 pub const ENTRIES: u32 = 64;
@@ -187,8 +188,7 @@ impl Ring {
         let failed = if outcome == Outcome::Failed { FAILED } else { 0 };
         let word = self.completion(number);
         word.store(number.mark() | failed, Ordering::Release);
-        fence(Ordering::SeqCst);
-        if self.waiters().load(Ordering::Relaxed) > 0 {
+        if wake::is_announced(self.waiters()) {
             sys::futex_wake_shared(word);
         }
     }
@@ -232,8 +232,7 @@ impl Producer {
         }
         self.next = self.next.next();
         self.ring.produced().store(self.next.0, Ordering::Release);
-        fence(Ordering::SeqCst);
-        self.ring.sleeps().load(Ordering::Relaxed) != 0
+        wake::is_announced(self.ring.sleeps())
     }
 
     /// Returns the side that waits for completions.
@@ -351,13 +350,12 @@ impl Consumer {
     /// Announces that the assist is about to sleep. The caller looks for requests once more
     /// afterwards.
     pub fn announce_sleep(&self) {
-        self.ring.sleeps().store(1, Ordering::Relaxed);
-        fence(Ordering::SeqCst);
+        wake::announce(self.ring.sleeps());
     }
 
     /// Announces that the assist is awake.
     pub fn announce_awake(&self) {
-        self.ring.sleeps().store(0, Ordering::Relaxed);
+        wake::end_sleep(self.ring.sleeps());
     }
 }
 
