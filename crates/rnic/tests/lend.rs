@@ -9,7 +9,7 @@ use std::time::Duration;
 use common::{End, LONG, end, serve, socket_pair};
 use proptest::prelude::*;
 use rnic::nic::lend::{Lent, STATE_MAX, lendable_bytes};
-use rnic::nic::{SoftCq, SoftMr, SoftNic, SoftQp};
+use rnic::nic::{SoftCq, SoftMr, SoftNic, SoftPd, SoftQp};
 use rnic::port::Function;
 use rnic::port::shm::{Attached, BorrowedMemory, Host, LendableMemory, Session, SessionLimits};
 use verbs::{
@@ -42,8 +42,7 @@ fn attach(host: &Host, lendable: LendableMemory) -> SoftNic {
     SoftNic::new(Function::Attached(Attached::open_lendable(client, lendable).unwrap()))
 }
 
-fn send_only(nic: &SoftNic) -> (SoftCq, SoftQp) {
-    let pd = nic.alloc_pd().unwrap();
+fn send_only(nic: &SoftNic, pd: &SoftPd) -> (SoftCq, SoftQp) {
     let cq = nic.create_cq(CqAttr { entries: BLOCKS, ignore_overrun: false }).unwrap();
     let attr = QpAttr {
         send_cq: &cq,
@@ -52,7 +51,7 @@ fn send_only(nic: &SoftNic) -> (SoftCq, SoftQp) {
         receive: Receive::None,
         access: Access::REMOTE_WRITE,
     };
-    let qp = nic.create_qp(&pd, attr).unwrap();
+    let qp = nic.create_qp(pd, attr).unwrap();
     (cq, qp)
 }
 
@@ -63,15 +62,7 @@ impl Bed {
         let borrowed = BorrowedMemory::map(duplicates(&lendable)).unwrap();
         let nic = attach(&host, lendable);
         let pd = nic.alloc_pd().unwrap();
-        let cq = nic.create_cq(CqAttr { entries: BLOCKS, ignore_overrun: false }).unwrap();
-        let attr = QpAttr {
-            send_cq: &cq,
-            recv_cq: &cq,
-            send_blocks: BLOCKS,
-            receive: Receive::None,
-            access: Access::REMOTE_WRITE,
-        };
-        let qp = nic.create_qp(&pd, attr).unwrap();
+        let (cq, qp) = send_only(&nic, &pd);
         let memory = nic.alloc_dma(bytes).unwrap();
         let local = nic.reg_mr(&pd, &memory, Access::LOCAL_ALL).unwrap();
         let bed = Self { nic, cq, qp, local, peer: end(&physical, bytes), borrowed, _host: host };
@@ -226,12 +217,12 @@ fn completions_of_a_dead_borrower_do_not_fill_the_queue() {
 #[test]
 fn queues_that_no_borrower_can_reach_are_not_lent() {
     let (nic, host) = SoftNic::host().unwrap();
-    let (cq, qp) = send_only(&nic);
+    let (cq, qp) = send_only(&nic, &nic.alloc_pd().unwrap());
     let refused = nic.lend(&cq, &[qp]).unwrap_err();
     assert!(matches!(refused, Error::Unsupported { .. }), "{refused}");
 
     let attached = common::attach_in_process(&host);
-    let (cq, qp) = send_only(&attached);
+    let (cq, qp) = send_only(&attached, &attached.alloc_pd().unwrap());
     let refused = attached.lend(&cq, &[qp]).unwrap_err();
     assert!(refused.to_string().contains("not in memory that a borrower has mapped"), "{refused}");
 

@@ -4,18 +4,22 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use bench::paper::programs::memcached::{self, Load};
 use bench::paper::programs::{Job, Measured, Program, workload};
+use bench::paper::results::Results;
 use bench_report::record::Record;
+use bench_report::report::Report;
+use bench_report::table::Table;
 use rustix::process::{Pid, Signal, kill_process};
 use units::Size;
 
+use super::{BenchOutput, say_pictures};
 use crate::child::terminate_with_parent;
 
 /// The least `--memory`: a quarter of it is the least bound of `granary run`, or less.
@@ -31,8 +35,57 @@ pub fn work(program: Program, memory: Size) -> anyhow::Result<Measured> {
     workload::run(program, bytes).context("run a program that is not part of granary")
 }
 
+/// Outcomes of an experiment, to be shown.
+pub struct Shown<'a> {
+    /// Tables with their titles.
+    pub tables: Vec<(String, Table)>,
+    /// All results.
+    pub results: &'a Results,
+    /// Title and rows of the comparison with the paper.
+    pub compared: (&'a str, &'a Results),
+    /// Lines on missing results.
+    pub missing: Vec<String>,
+    /// A program gave a wrong result.
+    pub has_wrong_result: bool,
+    /// Explanation below the tables.
+    pub note: &'a str,
+    /// Prefix of file names.
+    pub files: &'a str,
+}
+
+/// Prints outcomes. If the output has a directory, writes the records, and pictures by `draw`.
+pub fn show(
+    mut report: Report,
+    output: &BenchOutput<()>,
+    shown: &Shown<'_>,
+    draw: impl FnOnce(&Path) -> Result<Vec<PathBuf>, bench::Error>,
+) -> anyhow::Result<ExitCode> {
+    let (title, compared) = shown.compared;
+    let records: Vec<&Record> = shown.results.records().chain(compared.records()).collect();
+    report.extend(records.iter().map(|record| (*record).clone()))?;
+    for (title, table) in &shown.tables {
+        report.table(title, table)?;
+    }
+    if !compared.rows.is_empty() {
+        report.table(title, &compared.table())?;
+    }
+    for line in &shown.missing {
+        report.say(line)?;
+    }
+    if let Some(directory) = output.directory() {
+        let files = draw(&directory)?;
+        write_records(&directory.join(format!("{}-measured.jsonl", shown.files)), &records)?;
+        say_pictures(&mut report, &files)?;
+    }
+    report.say(format_args!("\n{}", shown.note))?;
+    if shown.has_wrong_result {
+        bail!("a program gave a wrong result: see the lines above, and report this bug");
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
 /// Writes records as one JSON object per line.
-pub fn write_records(path: &Path, records: &[&Record]) -> anyhow::Result<()> {
+fn write_records(path: &Path, records: &[&Record]) -> anyhow::Result<()> {
     let lines: Vec<String> = records.iter().map(|record| record.to_json()).collect();
     fs::write(path, lines.join("\n") + "\n")
         .with_context(|| format!("write {}; choose another --out", path.display()))

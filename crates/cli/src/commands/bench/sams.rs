@@ -1,22 +1,23 @@
 //! `granary bench paper sams`: starts the programs of the experiment on each system.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, ExitCode};
 
-use anyhow::bail;
 use bench::paper::Extent;
 use bench::paper::programs::memcached::Load;
 use bench::paper::programs::{Job, Measured};
-use bench::paper::sams::{self, Machine, Outcomes, Plan, System};
-use bench_report::record::Record;
+use bench::paper::sams::{self, Machine, Plan, System};
 use units::Size;
 
-use super::programs::{Programs, write_records};
-use super::{BenchOutput, say_pictures};
+use super::BenchOutput;
+use super::programs::{Programs, Shown, show};
 use crate::kernel_swap::{KernelSwap, SwapKind, SwapProcess};
 
 /// Bytes of a process that its cgroup counts and granary does not: page tables and stacks.
 const ALLOWANCE_BYTES: u64 = 1 << 20;
+
+/// Prefix of file names.
+const FILES: &str = "paper-sams";
 
 const NOTE: &str = "\
 Time and CPU time are those of the computation, as medians of the rounds, over those of the plain \
@@ -35,42 +36,23 @@ pub fn run(
 ) -> anyhow::Result<ExitCode> {
     let extent = if quick { Extent::Quick } else { Extent::Full };
     let plan = Plan::new(extent, memory.map(|memory| memory.bytes()));
-    let mut report = output.begin()?;
+    let report = output.begin()?;
     let machine = Systems(Programs::new(Load::EVEN)?);
     let bar = output.progress().bar(sams::NAME, plan.steps() as u64);
     let outcomes = plan.measure(&machine, &bar);
     drop(bar);
     let (results, savings) = (outcomes.results(), outcomes.savings());
-    let records: Vec<&Record> = results.records().chain(savings.records()).collect();
-    report.extend(records.iter().map(|record| (*record).clone()))?;
-    for (title, table) in outcomes.tables() {
-        report.table(&title, &table)?;
-    }
-    if !savings.rows.is_empty() {
-        report.table("Saved by two paths - measured, this machine", &savings.table())?;
-    }
-    for line in outcomes.missing() {
-        report.say(line)?;
-    }
-    if let Some(directory) = output.directory() {
-        let files = write_files(&outcomes, &records, &directory)?;
-        say_pictures(&mut report, &files)?;
-    }
-    report.say(format_args!("\n{NOTE}"))?;
-    if outcomes.has_wrong_result() {
-        bail!("a program gave a wrong result: see the lines above, and report this bug");
-    }
-    Ok(ExitCode::SUCCESS)
-}
-
-fn write_files(
-    outcomes: &Outcomes,
-    records: &[&Record],
-    directory: &Path,
-) -> anyhow::Result<Vec<PathBuf>> {
-    let files = outcomes.draw("measured, this machine", directory, "paper-sams")?;
-    write_records(&directory.join("paper-sams-measured.jsonl"), records)?;
-    Ok(files)
+    let shown = Shown {
+        tables: outcomes.tables(),
+        results: &results,
+        compared: ("Saved by two paths - measured, this machine", &savings),
+        missing: outcomes.missing(),
+        has_wrong_result: outcomes.has_wrong_result(),
+        note: NOTE,
+        files: FILES,
+    };
+    let draw = |directory: &Path| outcomes.draw("measured, this machine", directory, FILES);
+    show(report, output, &shown, draw)
 }
 
 /// Runs programs on the systems of this machine.

@@ -5,18 +5,16 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-use anyhow::bail;
 use bench::paper::Extent;
 use bench::paper::programs::Measured;
 use bench::paper::programs::memcached::Load;
-use bench::paper::swap::{self, Cell, Far, Machine, Outcomes, Plan, Swapped, Variant};
-use bench_report::record::Record;
+use bench::paper::swap::{self, Cell, Far, Machine, Plan, Swapped, Variant};
 use pool::{Address, Settings};
 use units::Size;
 
-use super::programs::{Programs, Running, write_records};
+use super::BenchOutput;
+use super::programs::{Programs, Running, Shown, show};
 use super::watch::{Seen, Watch};
-use super::{BenchOutput, say_pictures};
 use crate::node::{CpuTimes, NodeProcess};
 use crate::summary::RunSummary;
 
@@ -39,42 +37,25 @@ pub fn run(
 ) -> anyhow::Result<ExitCode> {
     let extent = if quick { Extent::Quick } else { Extent::Full };
     let plan = Plan::new(extent, memory.map(|memory| memory.bytes()));
-    let mut report = output.begin()?;
+    let report = output.begin()?;
     let machine = MemoryNodes(Programs::new(Load::ETC)?);
     let bar = output.progress().bar(swap::EXPERIMENT.name, plan.steps() as u64);
     let outcomes = plan.measure(&machine, &bar);
     drop(bar);
     let (results, claims) = (outcomes.results(), outcomes.claims());
-    let records: Vec<&Record> = results.records().chain(claims.records()).collect();
-    report.extend(records.iter().map(|record| (*record).clone()))?;
-    for (title, table) in outcomes.tables() {
-        report.table(&title, &table)?;
-    }
-    if !claims.rows.is_empty() {
-        report.table("The paper's numbers - measured, this machine", &claims.table())?;
-    }
-    for line in outcomes.missing() {
-        report.say(line)?;
-    }
-    if let Some(directory) = output.directory() {
-        let files = write_files(&outcomes, &records, &directory)?;
-        say_pictures(&mut report, &files)?;
-    }
-    report.say(format_args!("\n{NOTE}"))?;
-    if outcomes.has_wrong_result() {
-        bail!("a program gave a wrong result: see the lines above, and report this bug");
-    }
-    Ok(ExitCode::SUCCESS)
-}
-
-fn write_files(
-    outcomes: &Outcomes,
-    records: &[&Record],
-    directory: &Path,
-) -> anyhow::Result<Vec<PathBuf>> {
-    let files = outcomes.draw("measured, this machine, one compute node", directory, FILES)?;
-    write_records(&directory.join(format!("{FILES}-measured.jsonl")), records)?;
-    Ok(files)
+    let shown = Shown {
+        tables: outcomes.tables(),
+        results: &results,
+        compared: ("The paper's numbers - measured, this machine", &claims),
+        missing: outcomes.missing(),
+        has_wrong_result: outcomes.has_wrong_result(),
+        note: NOTE,
+        files: FILES,
+    };
+    let draw = |directory: &Path| {
+        outcomes.draw("measured, this machine, one compute node", directory, FILES)
+    };
+    show(report, output, &shown, draw)
 }
 
 /// Runs programs over memory nodes of this machine.
