@@ -18,10 +18,10 @@
 //! of the request before never equals the mark of the request after.
 //!
 //! # Sleep
-//! Both sides store their own word and then load the other side's ([`crate::wake`]): the host
-//! stores `produced` and loads `sleeps`, the assist stores `sleeps` and loads `produced`. A waiter
-//! raises `waiters` and then sleeps on the completion word as a futex, and the assist stores the
-//! completion word and loads `waiters`.
+//! Both sides store their own word and then load the other side's, with the functions of `wake.rs`:
+//! the host stores `produced` and loads `sleeps`, the assist stores `sleeps` and loads `produced`.
+//! A waiter raises `waiters` and then sleeps on the completion word as a futex, and the assist
+//! stores the completion word and loads `waiters`.
 //!
 //! # Trust
 //! The host may write any bytes at any time. The assist copies an entry once and validates the copy
