@@ -45,6 +45,8 @@ pub enum Feature {
     /// Type-1 windows that only QPs admitted by a word of memory can use
     /// ([`Guards`](crate::Guards)). Software NICs only.
     GuardedWindows,
+    /// Regions behind an engine ([`RegionEngine`](crate::RegionEngine)). Software NICs only.
+    RegionEngines,
     /// Regions can be changed ([`Nic::rereg_mr`](crate::Nic::rereg_mr)).
     Rereg,
     /// Regions and windows whose first byte has address 0.

@@ -22,6 +22,7 @@ pub mod memory;
 mod nic;
 mod peer;
 mod psn;
+mod region_engine;
 mod session;
 mod wc;
 mod work;
@@ -40,6 +41,7 @@ pub use nic::{
     ReceiveQueue, Rereg,
 };
 pub use peer::{PairSecret, PathMtu, PeerAddress, RemotePeer, SecretSide};
+pub use region_engine::RegionEngine;
 pub use session::SessionSecret;
 pub use wc::{Completion, CompletionKind, Status, WcOpcode};
 pub use work::{Bind, Data, Op, ReceiveRequest, SendFlags, WorkRequest};

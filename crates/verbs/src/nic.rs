@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use crate::{
     Access, Caps, Completion, CqAttr, Cqn, DeviceInfo, DmaMemory, Error, Events, Key, MwKind,
-    PeerAddress, QpChange, QpInfo, QpState, Qpn, ReceiveAttr, ReceiveRequest, Remote, Sge, SrqInfo,
-    Srqn, WorkRequest, Zeros,
+    PeerAddress, QpChange, QpInfo, QpState, Qpn, ReceiveAttr, ReceiveRequest, RegionEngine, Remote,
+    Sge, SrqInfo, Srqn, WorkRequest, Zeros,
 };
 
 /// A function of a NIC: the handle through which a process uses the NIC.
@@ -156,6 +156,22 @@ pub trait Nic: Clone + Send + Sync + 'static {
         Err(Error::Unsupported {
             attempt: "allocating guarded windows".into(),
             why: format!("{} has none", self.caps().name),
+        })
+    }
+
+    /// Registers `memory` as a region behind an engine, with address 0 for its first byte. Peers
+    /// reach it by READ and WRITE only; atomics and windows are refused. Needs
+    /// [`Feature::RegionEngines`](crate::Feature::RegionEngines).
+    fn reg_engine_mr(
+        &self,
+        _pd: &Self::Pd,
+        _memory: &DmaMemory,
+        _access: Access,
+        _engine: Box<dyn RegionEngine>,
+    ) -> Result<Self::Mr, Error> {
+        Err(Error::Unsupported {
+            attempt: "registering a region behind an engine".into(),
+            why: format!("{} has no engines", self.caps().name),
         })
     }
 
