@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 
 use granary_tests::pager::{Scratch, library};
 use granary_tests::run::{NodeKind, Site};
-use pager::config::EXIT_PAGER;
+use pager::config::{EXIT_PAGER, EXIT_TAMPERED};
 use pager::sys::PAGE_BYTES;
 
 const MIB: u64 = 1 << 20;
@@ -93,7 +93,7 @@ fn changed_overflow_file_ends_the_program() {
         filled.file.write_all_at(&page, at).unwrap();
     }
     let (status, stdout, stderr) = filled.check_memory();
-    assert_eq!(status, Some(EXIT_PAGER), "{stdout}{stderr}");
+    assert_eq!(status, Some(EXIT_TAMPERED), "{stdout}{stderr}");
     assert_eq!(stdout, "");
     assert!(stderr.contains("overflow file") && stderr.contains("changed"), "{stderr}");
 }
@@ -107,7 +107,7 @@ fn swapped_pages_in_the_overflow_file_end_the_program() {
     bytes.rotate_left(PAGE_BYTES);
     filled.file.write_all_at(&bytes, 0).unwrap();
     let (status, stdout, stderr) = filled.check_memory();
-    assert_eq!((status, &*stdout), (Some(EXIT_PAGER), ""), "{stderr}");
+    assert_eq!((status, &*stdout), (Some(EXIT_TAMPERED), ""), "{stderr}");
     assert!(stderr.contains("overflow file") && stderr.contains("changed"), "{stderr}");
 }
 

@@ -128,6 +128,14 @@ pub struct RunSummary {
     pub assist_sessions_lost: u64,
     /// The assist has ended before the program.
     pub assist_gone: bool,
+    /// Cipher of the pages in the pool; `None` if they are plain.
+    pub sealed_by: Option<String>,
+    /// Pages that were encrypted, those of the overflow file included.
+    pub pages_sealed: u64,
+    /// Pages that were authenticated and decrypted.
+    pub pages_opened: u64,
+    /// Peak of the bytes of the page tables and the tables of slots, summed over all processes.
+    pub tables_peak_bytes: u64,
 }
 
 impl RunSummary {
@@ -196,6 +204,10 @@ impl RunSummary {
             assist_pages: counted(Counter::AssistPages),
             assist_sessions_lost: counted(Counter::AssistsLost),
             assist_gone: false,
+            sealed_by: None,
+            pages_sealed: counted(Counter::PagesSealed),
+            pages_opened: counted(Counter::PagesOpened),
+            tables_peak_bytes: counted(Counter::TableBytesPeak),
         }
     }
 }

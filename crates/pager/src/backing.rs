@@ -9,7 +9,7 @@ use std::sync::{MutexGuard, OnceLock};
 
 use smallvec::SmallVec;
 
-use crate::config::{EXIT_PAGER, EXIT_POOL_GONE};
+use crate::config::{EXIT_PAGER, EXIT_POOL_GONE, EXIT_TAMPERED};
 use crate::descriptor;
 use crate::fork::inheritance::Inheritance;
 use crate::page_table::PageId;
@@ -28,7 +28,15 @@ pub struct Backing {
     overflow: OnceLock<FileStore>,
     overflow_directory: PathBuf,
     /// Connection of a promoted child to the page server that has its inherited pages.
-    inheritance: Option<Inheritance>,
+    inheritance: Option<Inherited>,
+}
+
+/// Inherited pages, and private memory into which they are read. The NIC reaches the frames, so
+/// plain content of a sealed run must not lie there.
+struct Inherited {
+    connection: Inheritance,
+    /// As many pages as there are frames. A page that is not used has no memory.
+    pages: usize,
 }
 
 // SAFETY: the base of the frames is used only to compute addresses of frames, and `crate::pages`
@@ -46,12 +54,24 @@ impl Backing {
         inheritance: Option<Inheritance>,
     ) -> Self {
         let frames = transport.frames();
+        let inheritance = inheritance.map(|connection| {
+            let pages = sys::map_anonymous(frames.frames as usize * PAGE_BYTES);
+            let pages = pages.unwrap_or_else(|error| {
+                sys::die(EXIT_PAGER, &format!("cannot map memory for a parent's pages: {error}"))
+            });
+            Inherited { connection, pages }
+        });
         Self { transport, frames, overflow: OnceLock::new(), overflow_directory, inheritance }
     }
 
     /// Returns the bytes of a chunk.
     pub fn chunk_bytes(&self) -> usize {
         self.transport.chunk_bytes()
+    }
+
+    /// Returns true if all chunks must be encrypted.
+    pub fn must_seal(&self) -> bool {
+        self.transport.must_seal()
     }
 
     /// Returns the transport's counters.
@@ -81,8 +101,16 @@ impl Backing {
         unsafe { self.frames.base.add(frame.0 as usize * PAGE_BYTES) }
     }
 
+    /// Returns the private page into which the inherited page of a frame is read.
+    pub fn inherited_page(&self, frame: FrameId) -> *mut u8 {
+        let inherited = self.inheritance.as_ref().expect("only a promoted child inherits pages");
+        assert!(frame.0 < self.frames.frames, "{frame:?} of {}", self.frames.frames);
+        (inherited.pages + frame.0 as usize * PAGE_BYTES) as *mut u8
+    }
+
     /// Starts to move pages between sources and frames. Adjacent pairs are merged. A demand
-    /// transfer, on which a thread waits, is complete on return.
+    /// transfer, on which a thread waits, is complete on return. Inherited pages arrive in
+    /// [`Backing::inherited_page`] of the frame, and words nowhere.
     pub fn post(&self, lane: Lane, direction: Direction, pairs: &[(Source, FrameId)]) -> Ticket {
         let mut ios = Ios::default();
         let mut at = 0;
@@ -113,10 +141,8 @@ impl Backing {
                     }
                     self.read_inherited(page, frame, (at - first) as u32);
                 }
-                Source::Word(word) => {
+                Source::Word(_) => {
                     assert!(direction == Direction::Read, "words are never written");
-                    // SAFETY: a frame of the caller's.
-                    unsafe { fill(self.frame(frame), word) };
                 }
             }
         }
@@ -213,15 +239,18 @@ impl Backing {
     }
 
     fn read_inherited(&self, page: PageId, frame: FrameId, pages: u32) {
-        let inheritance =
+        let inherited =
             self.inheritance.as_ref().expect("a pager with inherited slots has an inheritance");
-        inheritance.read(page.0..page.0 + pages, self.frame(frame));
+        inherited.connection.read(page.0..page.0 + pages, self.inherited_page(frame));
     }
 
     /// Tells the parent's page server that no more pages are needed.
     pub fn release_inheritance(&self) {
-        if let Some(inheritance) = &self.inheritance {
-            inheritance.release();
+        if let Some(inherited) = &self.inheritance {
+            inherited.connection.release();
+            let bytes = self.frames.frames as usize * PAGE_BYTES;
+            // SAFETY: this pager's own memory. No inherited page is left to be read.
+            let _ = unsafe { sys::madvise(inherited.pages, bytes, libc::MADV_DONTNEED) };
         }
     }
 
@@ -255,8 +284,27 @@ impl Backing {
         })
     }
 
-    /// Ends the process because the overflow file cannot store a page, or returned content that
-    /// fails authentication.
+    /// Ends the process because the content of a place is not the last that was stored there.
+    pub fn tampered(&self, page: PageId, place: Place) -> ! {
+        let origin = match place.location {
+            ChunkLocation::Pool(chunk) => self.transport.origin(chunk),
+            ChunkLocation::Overflow(_) => {
+                format!("the overflow file in {}", self.overflow_directory.display())
+            }
+        };
+        sys::die(
+            EXIT_TAMPERED,
+            &format!(
+                "{origin} returned bytes for page {} that this process did not store there last; \
+                 the page was not used; process {} ends now (status {EXIT_TAMPERED}): the memory \
+                 is faulty, or its owner changed it",
+                page.0,
+                descriptor::program()
+            ),
+        )
+    }
+
+    /// Ends the process because the overflow file cannot store or return a page.
     fn overflow_failed(&self, error: &std::io::Error) -> ! {
         let why = match error.raw_os_error() {
             Some(libc::EFBIG) => {

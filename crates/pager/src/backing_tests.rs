@@ -218,11 +218,8 @@ fn words_and_unmerged_pages_share_a_post() {
     for (at, (_, frame)) in reads.iter().filter(|(_, frame)| *frame != filled).enumerate() {
         assert!(has(&backing, *frame, at as u64), "page {at}");
     }
-    let words = backing.frame(filled).cast::<u64>();
-    for at in 0..PAGE_BYTES / 8 {
-        // SAFETY: in bounds of the frame; no transfer is in flight.
-        assert_eq!(unsafe { words.add(at).read() }, 0x4045_0000_0000_0000);
-    }
+    // A word moves nothing.
+    assert!(has(&backing, filled, u64::from(filled.0)));
 }
 
 #[test]

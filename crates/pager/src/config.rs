@@ -14,6 +14,8 @@
 //! | `GRANARY_ALLOW_UNPAGED` | `1`: programs that cannot be paged, or could stop the pager, run anyway |
 //! | `GRANARY_PAGES` | `auto`, `move` or `copy`: see [`Pages`] |
 //! | `GRANARY_PATHS` | `two`, `fastswap` or `linux`: see [`Paths`] |
+//! | `GRANARY_HIDE` | `off`, `writes` or `reads`: see [`Hide`] |
+//! | `GRANARY_SEAL` | `off`, `aes-256-gcm` or `aes-128-gcm`: encryption of the pages in the pool (`crates/seal`) |
 //! | `GRANARY_POLICY` | the pages that are evicted first (default `contest`): see [`crate::policy`] |
 //! | `GRANARY_TRIM` | `1`: sparse chunks are compacted at any time, and not only in a full pool |
 //! | `GRANARY_FAULT_TIMES` | file that tells `granary run` how frequent faults are (`awake`) |
@@ -25,6 +27,8 @@
 //! too.
 
 use std::path::PathBuf;
+
+pub use seal::Cipher;
 
 use crate::Error;
 use crate::policy::{Name, UnknownPolicy};
@@ -38,15 +42,19 @@ const ASSIST: &str = "GRANARY_ASSIST";
 const BOUND: &str = "GRANARY_BOUND";
 const DIRECT: &str = "GRANARY_DIRECT";
 const FAULT_TIMES: &str = "GRANARY_FAULT_TIMES";
+const HIDE: &str = "GRANARY_HIDE";
 const PAGES: &str = "GRANARY_PAGES";
 const PATHS: &str = "GRANARY_PATHS";
 const POLICY: &str = "GRANARY_POLICY";
+const SEAL: &str = "GRANARY_SEAL";
 const TRIM: &str = "GRANARY_TRIM";
 
 /// Exit status of a program whose pages are lost because the pool is gone.
 pub const EXIT_POOL_GONE: i32 = 117;
 /// Exit status of a program that the pager ended for another reason.
 pub const EXIT_PAGER: i32 = 118;
+/// Exit status of a program of which a sealed page was altered.
+pub const EXIT_TAMPERED: i32 = 119;
 
 /// The way in which pages get into and out of the program's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -116,6 +124,45 @@ impl std::str::FromStr for Paths {
     }
 }
 
+/// The pattern of accesses that is hidden from a memory node.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Hide {
+    /// None. Pages that are evicted together lie together, which is fastest.
+    #[default]
+    Off,
+    /// That of stores: each store goes to a random free slot (TDMEM §4.5).
+    Writes,
+    /// That of stores, and repeated loads of a page: each slot is also read at most once.
+    Reads,
+}
+
+impl Hide {
+    /// All values.
+    pub const ALL: [Self; 3] = [Self::Off, Self::Writes, Self::Reads];
+
+    /// The name in `GRANARY_HIDE`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Writes => "writes",
+            Self::Reads => "reads",
+        }
+    }
+}
+
+/// The error of an unknown name of [`Hide`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("expected off, writes or reads")]
+pub struct UnknownHide;
+
+impl std::str::FromStr for Hide {
+    type Err = UnknownHide;
+
+    fn from_str(name: &str) -> Result<Self, UnknownHide> {
+        Self::ALL.into_iter().find(|hide| hide.name() == name).ok_or(UnknownHide)
+    }
+}
+
 /// Settings of a paged process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -149,6 +196,10 @@ pub struct Config {
     pub fault_times: Option<PathBuf>,
     /// Which resident pages are evicted first.
     pub policy: Name,
+    /// The cipher that encrypts the pages in the pool; `None`: they are plain.
+    pub seal: Option<Cipher>,
+    /// The pattern of accesses that is hidden from the pool.
+    pub hide: Hide,
 }
 
 impl Config {
@@ -170,6 +221,8 @@ impl Config {
             trim: false,
             fault_times: None,
             policy: Name::default(),
+            seal: None,
+            hide: Hide::Off,
         }
     }
 
@@ -201,6 +254,20 @@ impl Config {
         }
         if let Some(directory) = get("GRANARY_OVERFLOW_DIR") {
             config.overflow_directory = directory.into();
+        }
+        if let Some(value) = get(SEAL) {
+            config.seal = read_seal(&value).map_err(|why| Error::Setting {
+                name: SEAL,
+                value: value.clone(),
+                why,
+            })?;
+        }
+        if let Some(value) = get(HIDE) {
+            config.hide = value.parse().map_err(|error: UnknownHide| Error::Setting {
+                name: HIDE,
+                value,
+                why: error.to_string(),
+            })?;
         }
         config.trim = get(TRIM).as_deref() == Some("1");
         config.allow_unpaged = get("GRANARY_ALLOW_UNPAGED").is_some_and(|value| value == "1");
@@ -250,6 +317,8 @@ impl Config {
             (PAGES, self.pages.name().into()),
             (PATHS, self.paths.name().into()),
             (POLICY, self.policy.text().into()),
+            (HIDE, self.hide.name().into()),
+            (SEAL, self.seal.map_or_else(|| "off".into(), |cipher| cipher.to_string()).into()),
         ];
         if let Some(directory) = &self.run_directory {
             variables.push(("GRANARY_RUN_DIR", directory.clone().into()));
@@ -281,6 +350,17 @@ impl Config {
             return Err(Error::LocalTooSmall { bytes: self.local_bytes });
         }
         Ok(())
+    }
+}
+
+/// Reads a choice of the encryption of pages: the name of a cipher, or `off`.
+///
+/// # Errors
+/// The choices, for another name.
+pub fn read_seal(name: &str) -> Result<Option<Cipher>, String> {
+    match name {
+        "off" => Ok(None),
+        name => name.parse().map(Some).map_err(|_| "expected off, aes-256-gcm or aes-128-gcm".into()),
     }
 }
 
@@ -333,6 +413,8 @@ mod tests {
         config.trim = true;
         config.fault_times = Some("/proc/1/fd/9".into());
         config.policy = Name::Random;
+        config.seal = Some(Cipher::Aes128Gcm);
+        config.hide = Hide::Reads;
         let variables = config.to_environment();
         let get = |name: &str| {
             let found = variables.iter().find(|(key, _)| *key == name);

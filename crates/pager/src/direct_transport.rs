@@ -131,6 +131,10 @@ impl Transport for DirectTransport {
         self.pool.used_percent()
     }
 
+    fn origin(&self, chunk: ChunkHandle) -> String {
+        self.pool.origin(chunk)
+    }
+
     fn free_chunk(&self, chunk: ChunkHandle) -> Result<(), TransportError> {
         self.pool.free_chunk(chunk)
     }

@@ -96,6 +96,12 @@ rows! {
     AssistPages: counter("pager_pages_by_assist", "Pages that the assist moved."),
     AssistedProcesses: gauge("pager_processes_assisted", "Paged processes with an assist."),
     AssistsLost: gauge("pager_assists_lost", "Paged processes whose assist has ended before them."),
+    PagesSealed: counter("pager_pages_sealed", "Pages encrypted before they left the process."),
+    PagesOpened: counter("pager_pages_opened", "Pages authenticated and decrypted."),
+    ProcessesSealing: gauge("pager_processes_sealing", "Paged processes with encrypted pages in \
+                                                        the pool."),
+    TableBytesPeak: bytes(gauge("pager_tables_peak", "Peak of the page table and the tables of \
+                                                      slots.")),
 }
 
 /// The declarations of all metrics of paged processes.

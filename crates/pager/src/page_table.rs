@@ -30,7 +30,7 @@
 
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use crate::point;
 use crate::sys::{self, PAGE_BYTES};
@@ -143,6 +143,7 @@ pub const BLOCK_PAGES: usize = PAGE_BYTES / 8;
 pub struct PageTable {
     entries: *const AtomicU64,
     touched: *const AtomicU8,
+    touched_blocks: AtomicU32,
     pages: usize,
 }
 
@@ -156,7 +157,7 @@ impl PageTable {
     pub fn new(pages: usize) -> io::Result<Self> {
         let entries = sys::map_anonymous(pages * 8)? as *const AtomicU64;
         let touched = sys::map_anonymous(pages.div_ceil(BLOCK_PAGES))? as *const AtomicU8;
-        Ok(Self { entries, touched, pages })
+        Ok(Self { entries, touched, touched_blocks: AtomicU32::new(0), pages })
     }
 
     /// Returns the number of pages.
@@ -293,9 +294,14 @@ impl PageTable {
     /// content may drop the page before BUSY is cleared.
     fn touch(&self, page: PageId) {
         let block = self.block(page.0 as usize / BLOCK_PAGES);
-        if block.load(Ordering::Relaxed) == 0 {
-            block.store(1, Ordering::Release);
+        if block.load(Ordering::Relaxed) == 0 && block.swap(1, Ordering::AcqRel) == 0 {
+            self.touched_blocks.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    /// Returns the bytes of the table that have memory.
+    pub fn used_bytes(&self) -> u64 {
+        u64::from(self.touched_blocks.load(Ordering::Relaxed)) * PAGE_BYTES as u64
     }
 
     /// Calls `visit` with the part of `range` in each block in which an entry has ever been

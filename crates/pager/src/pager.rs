@@ -15,6 +15,8 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
+use seal::Sealer;
+
 use crate::advice::AdviceMap;
 use crate::assist::link::Link;
 use crate::awake::FaultTimes;
@@ -34,6 +36,7 @@ use crate::pages::{Pages, Sizes};
 use crate::policy::Name;
 use crate::pool_transport;
 use crate::region::{RangeSet, Region, Space};
+use crate::slots::{self, Sealing};
 use crate::stats::{Counter, Stats};
 use crate::store::FileTransport;
 use crate::sys::{self, FileSizeSignalBlocked, PAGE_BYTES, SignalsBlocked};
@@ -86,6 +89,17 @@ fn open_lease(config: &Config) -> Result<Option<Lease>, Error> {
             directory.join(ledger::FILE_NAME).display()
         ),
         source,
+    })
+}
+
+/// Returns a sealer with a key of this process. Without `--seal` it encrypts the overflow file, or
+/// the pool if that is a file too.
+fn open_sealing(config: &Config, must_seal: bool) -> Result<Sealing, Error> {
+    let sealer = Sealer::new(config.seal.unwrap_or_default())
+        .map_err(|source| Error::Seal { attempt: "make a key for the pages", source })?;
+    Ok(match config.seal {
+        None if !must_seal => Sealing::Overflow(Arc::new(sealer)),
+        _ => Sealing::All(Arc::new(sealer)),
     })
 }
 
@@ -297,6 +311,11 @@ impl Pager {
         let backing = Backing::new(transport, config.overflow_directory.clone(), inheritance);
         let pages = Pages::new(table, memory, backing, stats, sizes, fingerprints, policy)
             .with_paths(config.paths);
+        let sealing = open_sealing(config, pages.backing.must_seal())?;
+        pages.stats.set(Counter::ProcessesSealing, config.seal.is_some().into());
+        let pages = pages.with_sealing(sealing);
+        let random = slots::kernel_random().map_err(system("get random numbers"))?;
+        pages.slots().hide(config.hide, random);
         let pages = match lease {
             Some(lease) => pages.with_lease(lease, reserved),
             None => pages,

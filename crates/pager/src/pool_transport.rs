@@ -62,6 +62,8 @@ pub struct PoolTransport<N: Nic> {
 struct Nodes<N: Nic> {
     pools: MultiPool<N>,
     nodes: Vec<Node<N>>,
+    /// Addresses of the memory nodes, for messages.
+    names: Vec<String>,
 }
 
 /// A memory node, and the frames that its NIC accesses.
@@ -119,6 +121,7 @@ impl<N: Nic> PoolTransport<N> {
                 ),
             });
         }
+        let names = nodes.iter().map(Address::to_string).collect();
         let mut node = |index| -> Result<Node<N>, Error> {
             let pool = pools.node(NodeIndex(index));
             let frames = buffer(&pool, frames as usize * PAGE_BYTES)?;
@@ -128,7 +131,7 @@ impl<N: Nic> PoolTransport<N> {
         let nodes: Vec<Node<N>> = nodes;
         let by_requests =
             nodes.iter().any(|node| node.pool.scheme().access != AccessKind::OneSided);
-        let nodes = Arc::new(Nodes { pools, nodes });
+        let nodes = Arc::new(Nodes { pools, nodes, names });
         Ok(Self { nodes, frames, chunks: RwLock::default(), by_requests })
     }
 
@@ -320,6 +323,11 @@ impl<N: Nic> Transport for PoolTransport<N> {
 
     fn used_percent(&self) -> u8 {
         self.nodes.pools.used_percent()
+    }
+
+    fn origin(&self, chunk: ChunkHandle) -> String {
+        let index = self.chunks().grant(chunk).node;
+        format!("the memory node {}", self.nodes.names[usize::from(index.0)])
     }
 
     fn free_chunk(&self, chunk: ChunkHandle) -> Result<(), TransportError> {

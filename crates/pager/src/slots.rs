@@ -17,7 +17,8 @@
 //! neither overwritten nor reused while the child of any epoch from the slot's first freeze to its
 //! free lives. So slots become free again even if there is always a living child.
 //!
-//! Each slot has the fingerprint of its content ([`crate::fingerprint`]).
+//! Each slot has the fingerprint of its content ([`crate::fingerprint`]). A slot whose content is
+//! encrypted has its seal too ([`seals`]).
 //!
 //! Two kinds of slots have no memory. The content of an *inherited* slot is held by the page server
 //! of another process ([`crate::fork`]). A *word* slot is a page that repeats one word, which the
@@ -29,6 +30,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use seal::Seal;
 use smallvec::{SmallVec, smallvec};
 
 use crate::page_table::PageId;
@@ -37,9 +39,14 @@ use crate::transport::ChunkHandle;
 
 mod compaction;
 mod fill;
+mod scatter;
+mod seals;
 
 pub use compaction::Usage;
 use fill::Fill;
+use scatter::Scatter;
+pub use scatter::{Random, kernel_random};
+pub use seals::Sealing;
 
 /// Index of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -145,6 +152,8 @@ struct Chunk {
     frozen: Vec<u32>,
     /// Fingerprints of the content of used slots, 0 for a slot without a fingerprint.
     prints: SmallVec<[u128; 1]>,
+    /// Seals of the content of used slots. Empty if the chunk's content is not encrypted.
+    seals: SmallVec<[Seal; 1]>,
     live: u32,
     /// The slots are moved to other chunks: see [`compaction`].
     is_closed: bool,
@@ -183,6 +192,8 @@ pub struct Slots {
     pool_chunks: u32,
     overflow_chunks: u32,
     inherited: u32,
+    sealing: Sealing,
+    scatter: Option<Scatter>,
 }
 
 /// Time after which the pager asks a pool again that was full.
@@ -211,6 +222,8 @@ impl Slots {
             pool_chunks: 0,
             overflow_chunks: 0,
             inherited: 0,
+            sealing: Sealing::None,
+            scatter: None,
         }
     }
 
@@ -243,6 +256,9 @@ impl Slots {
     /// [`Slots::wants_pool`] is false, by [`Slots::add_overflow_chunk`]. So the lock of the slots
     /// is not held while the pool allocates.
     pub fn allocate(&mut self) -> Option<SlotId> {
+        if self.scatter.is_some() {
+            return self.allocate_scattered();
+        }
         loop {
             if let Some(slot) = self.allocate_open() {
                 return Some(slot);
@@ -255,6 +271,10 @@ impl Slots {
 
     /// Allocates a slot of the chunk that was added last. Returns `None` if the chunk is full.
     pub fn allocate_open(&mut self) -> Option<SlotId> {
+        if self.scatter.is_some() {
+            // The first slot only. The others are drawn from all chunks.
+            return self.open.take().and_then(|index| self.allocate_within(index));
+        }
         self.open.and_then(|index| self.allocate_in(index))
     }
 
@@ -352,6 +372,10 @@ impl Slots {
             used: smallvec![0; words],
             frozen: Vec::new(),
             prints: smallvec![0; self.chunk_pages() as usize],
+            seals: match self.sealing.includes(location) {
+                true => smallvec![Seal::default(); self.chunk_pages() as usize],
+                false => SmallVec::new(),
+            },
             live: 0,
             is_closed: false,
         };
@@ -429,6 +453,9 @@ impl Slots {
         assert!(get(&chunk.used, page), "{slot:?} is freed twice");
         set(&mut chunk.used, page, false);
         chunk.prints[page as usize] = 0;
+        if let Some(seal) = chunk.seals.get_mut(page as usize) {
+            self.sealing.forget(&std::mem::take(seal));
+        }
         if let Some(first) = chunk.frozen.get_mut(page as usize) {
             *first = 0;
         }

@@ -7,7 +7,7 @@
 //! punches a hole. These transports are for diagnosis (to tell problems of the pool from problems
 //! of the pager), for machines with a fast local disk, and for tests. `GRANARY_POOL` names them:
 //!
-//! - `file:DIRECTORY`: an unlinked file in that directory, sealed;
+//! - `file:DIRECTORY`: an unlinked file in that directory, encrypted ([`Transport::must_seal`]);
 //! - `memory:SIZE`: a memfd of at most SIZE bytes (not mapped, so not resident memory of the
 //!   program). `memory:SIZE,gone-after=N` fails permanently after N transfers, like a lost memory
 //!   node.
@@ -21,7 +21,6 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::descriptor;
-use crate::seal::Sealer;
 use crate::sys::{self, PAGE_BYTES};
 use crate::transport::{
     ChunkHandle, Direction, FrameMemory, Lane, PageIo, Ticket, Transport, TransportError,
@@ -32,8 +31,6 @@ use crate::transport::{
 pub struct FileStore {
     file: File,
     frames: FrameMemory,
-    /// Seals pages of a file on disk; `None` for a memfd.
-    sealer: Option<Sealer>,
 }
 
 // SAFETY: the frames' base is only used to address frames that the caller of `read` and `write`
@@ -43,7 +40,8 @@ unsafe impl Send for FileStore {}
 unsafe impl Sync for FileStore {}
 
 impl FileStore {
-    /// Creates an unlinked file in `directory`, sealed.
+    /// Creates an unlinked file in `directory`. The file lies on a disk, so the caller encrypts what
+    /// it writes.
     pub fn unlinked(directory: &Path, memory: FrameMemory) -> io::Result<Self> {
         let file = OpenOptions::new()
             .read(true)
@@ -51,7 +49,7 @@ impl FileStore {
             .custom_flags(libc::O_TMPFILE | libc::O_CLOEXEC)
             .mode(0o600)
             .open(directory)?;
-        Ok(Self { file, frames: memory, sealer: Some(Sealer::new()?) })
+        Ok(Self { file, frames: memory })
     }
 
     /// Creates an anonymous memory file.
@@ -63,7 +61,7 @@ impl FileStore {
         }
         // SAFETY: just created.
         let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
-        Ok(Self { file, frames: memory, sealer: None })
+        Ok(Self { file, frames: memory })
     }
 
     /// Moves the descriptor to a high number, where the program does not use or close it.
@@ -89,22 +87,11 @@ impl FileStore {
     /// written read as zeros.
     ///
     /// # Errors
-    /// Errors of the file, and `InvalidData` for content that this process did not store there.
+    /// Errors of the file.
     pub fn read(&self, offset: u64, frame: u32, pages: u16) -> io::Result<()> {
         let (start, len) = self.frames(frame, pages);
         // SAFETY: the caller owns these frames; no other thread accesses them during the call.
         let buffer = unsafe { std::slice::from_raw_parts_mut(start, len) };
-        let Some(sealer) = &self.sealer else { return self.read_bytes(buffer, offset) };
-        let mut sealed = [0; PAGE_BYTES];
-        for (page, plain) in (offset / PAGE_BYTES as u64..).zip(buffer.chunks_exact_mut(PAGE_BYTES))
-        {
-            self.read_bytes(&mut sealed, page * PAGE_BYTES as u64)?;
-            sealer.open(page, &sealed, plain)?;
-        }
-        Ok(())
-    }
-
-    fn read_bytes(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         let mut done = 0;
         while done < buffer.len() {
             match self.file.read_at(&mut buffer[done..], offset + done as u64) {
@@ -125,13 +112,7 @@ impl FileStore {
         let (start, len) = self.frames(frame, pages);
         // SAFETY: the caller owns these frames; no other thread writes them during the call.
         let buffer = unsafe { std::slice::from_raw_parts(start, len) };
-        let Some(sealer) = &self.sealer else { return self.file.write_all_at(buffer, offset) };
-        let mut sealed = [0; PAGE_BYTES];
-        for (page, plain) in (offset / PAGE_BYTES as u64..).zip(buffer.chunks_exact(PAGE_BYTES)) {
-            sealer.seal(page, plain, &mut sealed);
-            self.file.write_all_at(&sealed, page * PAGE_BYTES as u64)?;
-        }
-        Ok(())
+        self.file.write_all_at(buffer, offset)
     }
 
     /// Frees the disk space of a stretch.
@@ -140,9 +121,6 @@ impl FileStore {
         // SAFETY: a plain system call. Without support of the file system, the space stays
         // allocated until it is reused.
         unsafe { libc::fallocate(self.fd(), mode, offset as i64, len as i64) };
-        if let Some(sealer) = &self.sealer {
-            sealer.forget(offset / PAGE_BYTES as u64..(offset + len) / PAGE_BYTES as u64);
-        }
     }
 }
 
@@ -155,6 +133,7 @@ impl Drop for FileStore {
 /// A transport over a file.
 pub struct FileTransport {
     store: FileStore,
+    is_on_disk: bool,
     chunk_bytes: usize,
     capacity: u32,
     chunks: Mutex<Chunks>,
@@ -211,6 +190,7 @@ impl FileTransport {
         store.move_descriptor().map_err(system)?;
         Ok(Self {
             store,
+            is_on_disk: spec.starts_with("file:"),
             chunk_bytes: Self::CHUNK_BYTES,
             capacity,
             chunks: Mutex::default(),
@@ -298,6 +278,14 @@ impl Transport for FileTransport {
         Ok(Ticket::complete())
     }
 
+    fn origin(&self, _: ChunkHandle) -> String {
+        if self.is_on_disk { "the file of GRANARY_POOL" } else { "the memory of GRANARY_POOL" }.into()
+    }
+
+    fn must_seal(&self) -> bool {
+        self.is_on_disk
+    }
+
     fn stats(&self) -> TransportStats {
         TransportStats::default()
     }
@@ -339,45 +327,6 @@ mod tests {
         let (start, len) = store.frames(frame, 1);
         // SAFETY: as above.
         unsafe { std::slice::from_raw_parts(start, len).to_vec() }
-    }
-
-    #[test]
-    fn file_contains_no_plaintext() {
-        let store = store(4);
-        const WORD: &[u8] = b"a secret of the program's";
-        let mut content = [0; PAGE_BYTES];
-        content[100..100 + WORD.len()].copy_from_slice(WORD);
-        for number in 0..3 {
-            content[0] = number as u8;
-            put(&store, number, &content);
-        }
-        store.write(8 * PAGE_BYTES as u64, 0, 3).unwrap();
-        store.write(2 * PAGE_BYTES as u64, 0, 1).unwrap();
-        let mut file = vec![0; 11 * PAGE_BYTES];
-        store.file.read_exact_at(&mut file, 0).unwrap();
-        assert!(!file.windows(WORD.len()).any(|bytes| bytes == WORD));
-        put(&store, 0, &[0; PAGE_BYTES]);
-        store.read(8 * PAGE_BYTES as u64, 1, 3).unwrap();
-        for number in 0..3 {
-            content[0] = number as u8;
-            assert_eq!(get(&store, number + 1), content);
-        }
-    }
-
-    #[test]
-    fn changed_page_in_the_file_is_an_error() {
-        let store = store(2);
-        put(&store, 0, &[7; PAGE_BYTES]);
-        store.write(0, 0, 1).unwrap();
-        store.write(PAGE_BYTES as u64, 0, 1).unwrap();
-        let mut bytes = [0; PAGE_BYTES];
-        store.file.read_exact_at(&mut bytes, 0).unwrap();
-        store.file.write_all_at(&bytes, PAGE_BYTES as u64).unwrap();
-        store.read(0, 1, 1).unwrap();
-        assert_eq!(get(&store, 1), [7; PAGE_BYTES]);
-        let error = store.read(PAGE_BYTES as u64, 1, 1).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
-        assert!(error.to_string().contains("page 1 of the file"), "{error}");
     }
 
     #[test]

@@ -200,6 +200,16 @@ pub trait Transport: Send + Sync {
         self.post(lane, direction, ios)?.wait()
     }
 
+    /// Returns the name of the memory that a chunk lies in, for messages.
+    fn origin(&self, _chunk: ChunkHandle) -> String {
+        "the pool".into()
+    }
+
+    /// Returns true if the content of the chunks must be encrypted, whatever the settings say.
+    fn must_seal(&self) -> bool {
+        false
+    }
+
     /// Returns the counters.
     fn stats(&self) -> TransportStats;
 

@@ -49,6 +49,9 @@ mod service;
 mod settings;
 pub mod socket;
 
+/// The cipher of a [`SealedPool`].
+pub use seal::Cipher;
+
 pub use scheme::{
     CasStats, ClientId, ConnectReply, ConnectRequest, Error, Grant, GroupId, Lane, NodeStatus,
     Scheme, SchemeInfo,
@@ -62,7 +65,8 @@ pub use address::{Address, LocalNic, Remote};
 pub use client::control::ControlPlane;
 pub use client::lend::{BorrowedLanes, Direction, Finished, LaneTransfer, LentLanes};
 pub use client::{
-    Batch, Buffer, ChunkMemory, EmbeddedNode, Operation, Options, Pool, PoolStats, Transfer,
+    Batch, Buffer, ChunkMemory, EmbeddedNode, Operation, Options, Pool, PoolStats, SealedBlock,
+    SealedError, SealedPool, Transfer,
 };
 pub use edge::{BorrowedMemory, DefaultNic, map_frames};
 pub use multi::{MultiPool, NodeIndex, PlacedGrant, Placement};

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
-use pager::config::{Config, Paths};
+use pager::config::{Cipher, Config, Hide, Paths};
 use pager::run::RunDirectory;
 use pager::runs::Bound;
 use pager::stats::Summary;
@@ -77,6 +77,27 @@ pub struct Run {
     /// with the program for them
     #[arg(long, value_enum, default_value_t)]
     assist: Assist,
+
+    /// Encrypt and authenticate each page before it leaves the process, so that a memory node can
+    /// neither read nor change it: aes-256-gcm, aes-128-gcm or off. --seal alone means aes-256-gcm.
+    /// A page that a memory node changed ends the program with status 119. The overflow file is
+    /// always encrypted
+    #[arg(
+        long,
+        value_name = "CIPHER",
+        num_args = 0..=1,
+        default_value = "off",
+        default_missing_value = "aes-256-gcm",
+        value_parser = pager::config::read_seal
+    )]
+    seal: std::option::Option<Cipher>,
+
+    /// Pattern of accesses to hide from a memory node. writes: each page goes to a random free place
+    /// whenever it is written. reads: each place is also read at most once, so that a page that is
+    /// read is written again later. Both move pages one by one, which is slower. The times of the
+    /// transfers are not hidden
+    #[arg(long, value_name = "off|writes|reads", default_value = "off")]
+    hide: Hide,
 
     /// Run programs whose memory cannot be paged (static ones, Go without cgo), and programs whose
     /// seccomp filter may stop the pager, with a message instead of an error
@@ -162,6 +183,7 @@ Examples:
   granary run --local 256MiB --assist process --stats -- python3 train.py
   granary run --local 64MiB --scheme finemem -- gcc -O2 -c big.c
   granary run --local 64MiB --pool shm:/run/granary.sock -- sqlite3 big.db .dump
+  granary run --local 64MiB --pool roce://memory-1 --seal -- python3 train.py
   granary run --local 64MiB --pool shm:/run/a.sock,shm:/run/b.sock -- sort big.txt
   granary run --local 64MiB --pool roce://memory-1 --token-file ~/granary.token -- make -j4";
 
@@ -216,6 +238,8 @@ impl Run {
         let mut config = Config { is_direct, ..Config::new(local.bytes(), pool_address) };
         config.allow_unpaged = self.allow_unpaged;
         config.trim = self.trim;
+        config.seal = self.seal;
+        config.hide = self.hide;
         config.read_choices(|name| std::env::var(name).ok())?;
         config.paths = self.paths.unwrap_or(config.paths);
         // Absolute, because a process of the program may change its working directory first.
@@ -262,6 +286,7 @@ impl Run {
             let after = pool_status(&pool).unwrap_or_else(|_| before.clone());
             let summary = RunSummary {
                 private_node: private_node.map(|chosen| chosen.name().to_owned()),
+                sealed_by: self.seal.map(|cipher| cipher.to_string()),
                 ..RunSummary::new(local, &ended.summary, &before, &after)
             }
             .with_bound(ledger.as_ref().map(Bound::of))

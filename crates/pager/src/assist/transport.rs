@@ -335,6 +335,14 @@ impl Transport for AssistTransport {
         self.0.inner.used_percent()
     }
 
+    fn origin(&self, chunk: ChunkHandle) -> String {
+        self.0.inner.origin(chunk)
+    }
+
+    fn must_seal(&self) -> bool {
+        self.0.inner.must_seal()
+    }
+
     fn free_chunk(&self, chunk: ChunkHandle) -> Result<(), TransportError> {
         self.0.inner.free_chunk(chunk)
     }

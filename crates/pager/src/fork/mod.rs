@@ -257,6 +257,12 @@ impl Pager {
             Some(_) => std::mem::forget((server_calls, server_notices)),
             None => drop((server_calls, server_notices)),
         }
+        if let Some(sealer) = self.pages.sealing.sealer() {
+            // The page server opens the pages of a light child, and a promoted child makes a key.
+            // SAFETY: this is the only thread of the child, and atfork handlers do not run within a
+            // call to the sealer.
+            unsafe { sealer.wipe_in_child() };
+        }
         if self.enter_light(calls, notices, faults).is_err() {
             server_lost();
         }

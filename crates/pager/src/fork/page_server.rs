@@ -37,7 +37,7 @@ use crate::pager::Pager;
 use crate::spawn::spawn;
 use crate::stats::Counter;
 use crate::sys::{self, PAGE_BYTES};
-use crate::transport::{Direction, FrameId};
+use crate::transport::FrameId;
 use crate::uffd::{Event, Fault, Uffd};
 
 /// Interval at which the page server checks which children still exist.
@@ -157,6 +157,8 @@ struct PageServer<'a> {
     /// except in `poll`.
     is_busy: AtomicBool,
     children: Vec<Child>,
+    /// Pages on their way to children. The NIC reaches the frames, and must not see plain content.
+    buffer: Box<[Page; channel::PAGES_AT_ONCE]>,
     /// Time of the next check which children still exist. No event reveals the end of a child that
     /// was made by a raw system call.
     next_check: Instant,
@@ -172,6 +174,7 @@ impl<'a> PageServer<'a> {
             is_process: false,
             is_busy: AtomicBool::new(false),
             children: Vec::new(),
+            buffer: Box::new([const { Page([0; PAGE_BYTES]) }; channel::PAGES_AT_ONCE]),
             next_check: Instant::now(),
         }
     }
@@ -400,21 +403,19 @@ impl<'a> PageServer<'a> {
         }
         let pages_of_parent = &self.pager.pages;
         let first = pages_of_parent.sizes.first_child_frame();
-        let mut pairs = Vec::with_capacity(pages);
-        for (index, page) in range.enumerate() {
-            let frame = FrameId(first + index as u32);
-            match self.children[at].slot(PageId(page)) {
-                Some(slot) => pairs.push((slot, frame)),
-                // SAFETY: a frame of the page server.
-                None => unsafe {
-                    pages_of_parent.backing.frame(frame).write_bytes(0, PAGE_BYTES);
-                },
+        let mut reads = Vec::with_capacity(pages);
+        for (index, page) in range.map(PageId).enumerate() {
+            let to = self.buffer[index].0.as_mut_ptr();
+            match self.children[at].slot(page) {
+                Some(slot) => reads.push((page, slot, FrameId(first + index as u32), to)),
+                None => self.buffer[index].0.fill(0),
             }
         }
-        pages_of_parent.transfer_now(Direction::Read, &pairs);
+        // SAFETY: frames and buffer of the page server.
+        unsafe { pages_of_parent.read_now(&reads) };
         pages_of_parent.stats.add(Counter::PagesToChildren, pages as u64);
-        // SAFETY: the page server's frames, as many as one call may name.
-        unsafe { channel::send_pages(calls, pages_of_parent.backing.frame(FrameId(first)), pages) }
+        // SAFETY: the buffer has as many pages as one call may name.
+        unsafe { channel::send_pages(calls, self.buffer.as_ptr().cast(), pages) }
     }
 
     /// Serves a fault of a light child.
@@ -456,8 +457,10 @@ impl<'a> PageServer<'a> {
         let source = match child.slot(page) {
             Some(slot) => {
                 let frame = FrameId(pager.pages.sizes.first_child_frame());
-                pager.pages.transfer_now(Direction::Read, &[(slot, frame)]);
-                pager.pages.backing.frame(frame) as usize
+                let to = self.buffer[0].0.as_mut_ptr();
+                // SAFETY: a frame and the buffer of the page server.
+                unsafe { pager.pages.read_now(&[(page, slot, frame, to)]) };
+                to as usize
             }
             None => zeros(),
         };
@@ -475,10 +478,12 @@ impl<'a> PageServer<'a> {
     }
 }
 
+/// Memory of a page.
+#[repr(align(4096))]
+struct Page([u8; PAGE_BYTES]);
+
 /// Returns the address of a page of zeros.
 fn zeros() -> usize {
-    #[repr(align(4096))]
-    struct Page([u8; PAGE_BYTES]);
     static ZEROS: Page = Page([0; PAGE_BYTES]);
     ZEROS.0.as_ptr() as usize
 }

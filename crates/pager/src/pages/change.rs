@@ -270,6 +270,10 @@ impl<M: Memory> Pages<M> {
         self.allocate_slots(hand, pages.len());
         let new: Vec<SlotId> = std::iter::from_fn(|| hand.slots.pop()).collect();
         let writes: Vec<_> = new.iter().enumerate().map(|(i, &s)| (s, frame(i))).collect();
+        for &(slot, frame) in &writes {
+            // SAFETY: both belong to this thread, and the READ of the page is complete.
+            unsafe { self.put_to_frame(slot, self.backing.inherited_page(frame), frame) };
+        }
         self.transfer_now(Direction::Write, &writes);
         for (index, (&(page, old), &new)) in pages.iter().zip(&new).enumerate() {
             let unchanged =
@@ -279,8 +283,9 @@ impl<M: Memory> Pages<M> {
                 self.note_emptied(emptied);
                 continue;
             }
-            // SAFETY: a frame of this thread; the READ into it is complete.
-            let print = unsafe { self.fingerprints.of(self.backing.frame(frame(index))) };
+            let content = self.backing.inherited_page(frame(index));
+            // SAFETY: a page of this thread; the READ into it is complete.
+            let print = unsafe { self.fingerprints.of(content) };
             self.slots().set_print(new, print);
             self.settle(page, Entry::remote(new.0));
             self.free_slot(old);

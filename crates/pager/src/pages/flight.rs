@@ -20,7 +20,6 @@ use crate::shelf::{Record, Use};
 use crate::slots::SlotId;
 use crate::stats::Counter;
 use crate::stream::{Window, WindowId};
-use crate::sys::PAGE_BYTES;
 use crate::transport::FrameId;
 use crate::transport::{Direction, Lane, Ticket};
 
@@ -455,24 +454,27 @@ impl<M: Memory> Pages<M> {
 
     /// Ends a flight whose transfer is complete and which this thread owns.
     fn end_owned(&self, hand: &mut Hand, index: FlightIndex) {
-        let mut state = self.state();
-        let flight = state.flights.get(index);
+        let mut guard = self.state();
+        let State { flights, shelf, .. } = &mut *guard;
+        let flight = flights.get(index);
         let (direction, first_frame) = (flight.direction, flight.first_frame);
-        hand.landing.clear();
-        hand.landing.extend(flight.entries.iter().map(|entry| entry.position));
         if direction == Direction::Read {
-            drop(state);
-            // The entries of an owned flight keep their positions.
-            for (at, position) in hand.landing.iter().enumerate() {
-                let frame = self.backing.frame(FrameId(first_frame.0 + at as u32));
+            hand.landing.clear();
+            hand.landing.extend(flight.entries.iter().map(|entry| {
+                (shelf.record(entry.position).page, entry.position, entry.slot)
+            }));
+            drop(guard);
+            // The entries of an owned flight keep their positions and their slots.
+            for (at, &(page, position, slot)) in hand.landing.iter().enumerate() {
+                let frame = FrameId(first_frame.0 + at as u32);
                 // SAFETY: the frame and the position belong to this flight, which this thread owns,
                 // and both have memory of a page.
-                unsafe { frame.copy_to_nonoverlapping(self.memory.position(*position), PAGE_BYTES) }
+                unsafe { self.take_from_frame(page, slot, frame, self.memory.position(position)) }
             }
-            state = self.state();
+            guard = self.state();
         }
-        let waited = self.land(&mut state, hand, index);
-        drop(state);
+        let waited = self.land(&mut guard, hand, index);
+        drop(guard);
         if waited {
             for page in hand.woken.drain(..) {
                 self.memory.wake(page, 1);
@@ -493,7 +495,11 @@ impl<M: Memory> Pages<M> {
             match entry.fate {
                 Fate::Land => {
                     hand.woken.push(state.shelf.record(entry.position).page);
-                    state.shelf.set(entry.position, Use::Clean);
+                    if direction == Direction::Read && self.slots().is_read_once(entry.slot) {
+                        self.land_without_slot(state, entry);
+                    } else {
+                        state.shelf.set(entry.position, Use::Clean);
+                    }
                 }
                 Fate::Dropped => {
                     state.shelf.set(entry.position, Use::Blank);
@@ -515,6 +521,15 @@ impl<M: Memory> Pages<M> {
         waited
     }
 
+    /// Gives up the slot of a page that was read, so that no memory node sees a second READ of it.
+    fn land_without_slot(&self, state: &mut State, entry: &FlightEntry) {
+        let record = *state.shelf.record(entry.position);
+        let print = self.slots().print(entry.slot).expect("a slot that was written has one");
+        let record = Record { slot: None, print, ..record };
+        state.shelf.hold(entry.position, Use::Dirty, record);
+        self.free_slot(entry.slot);
+    }
+
     /// Starts to write a batch of the oldest dirty positions to their slots. Returns the number of
     /// pages: 0 without a free flight or a dirty position.
     pub(super) fn post_write(&self, hand: &mut Hand) -> u32 {
@@ -525,7 +540,7 @@ impl<M: Memory> Pages<M> {
             }
             let needs_slot = |position: &Position| {
                 let slot = state.shelf.record(*position).slot;
-                slot.is_none_or(|slot| self.slots().is_frozen(slot))
+                slot.is_none_or(|slot| self.slots().needs_another(slot))
             };
             state
                 .shelf
@@ -557,7 +572,7 @@ impl<M: Memory> Pages<M> {
                 continue;
             }
             let slot = match record.slot {
-                Some(slot) if !self.slots().is_frozen(slot) => slot,
+                Some(slot) if !self.slots().needs_another(slot) => slot,
                 old => {
                     let Some(slot) = hand.slots.pop() else { break };
                     old.into_iter().for_each(|old| self.free_slot(old));
@@ -570,7 +585,7 @@ impl<M: Memory> Pages<M> {
             state.shelf.hold(position, Use::Writing(index, at as u8), record);
             let entry = FlightEntry { position, slot, fate: Fate::Land };
             state.flights.get(index).entries.push(entry);
-            hand.landing.push(position);
+            hand.landing.push((record.page, position, slot));
             let frame = FrameId(first_frame.0 + at as u32);
             hand.pairs.push((self.slots().source(slot), frame));
         }
@@ -582,11 +597,10 @@ impl<M: Memory> Pages<M> {
         }
         flight.direction = Direction::Write;
         drop(guard);
-        for (position, (_, frame)) in hand.landing.iter().zip(&hand.pairs) {
-            let frame = self.backing.frame(*frame);
+        for (&(_, position, slot), &(_, frame)) in hand.landing.iter().zip(&hand.pairs) {
             // SAFETY: the frame and the position belong to this flight, which this thread owns: no
             // fault maps a page of a flight that is not posted yet.
-            unsafe { self.memory.position(*position).copy_to_nonoverlapping(frame, PAGE_BYTES) }
+            unsafe { self.put_to_frame(slot, self.memory.position(position), frame) }
         }
         let ticket = self.backing.post(Lane::WriteBack, Direction::Write, &hand.pairs);
         let pages = hand.pairs.len() as u32;

@@ -47,7 +47,8 @@ pub struct Hand {
     /// A reserved position with memory.
     pub(super) blank: Option<Position>,
     pub(super) pairs: Vec<(Source, FrameId)>,
-    pub(super) landing: Vec<Position>,
+    /// Pages of a flight, with their positions and slots.
+    pub(super) landing: Vec<(PageId, Position, SlotId)>,
     pub(super) woken: Vec<PageId>,
     pub(super) run: Vec<(PageId, Entry)>,
     /// Slots for a write-back batch.

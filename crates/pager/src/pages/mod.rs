@@ -63,7 +63,7 @@ use crate::page_table::{Entry, PageId, PageTable};
 use crate::point;
 use crate::policy::{AnyPolicy, Policy, Run};
 use crate::shelf::Shelf;
-use crate::slots::{ChunkLocation, Emptied, SlotId, Slots};
+use crate::slots::{ChunkLocation, Emptied, Sealing, SlotId, Slots};
 use crate::stats::{Counter, Stats};
 use crate::stream::{self, Streams};
 use crate::sys::PAGE_SHIFT;
@@ -75,6 +75,7 @@ pub mod check;
 pub mod compact;
 pub mod flight;
 pub mod flow;
+pub mod sealing;
 pub mod sizes;
 pub mod sync;
 
@@ -177,6 +178,7 @@ pub struct Pages<M: Memory> {
     /// The division of a fault's work.
     pub paths: Paths,
     fingerprints: Fingerprints,
+    pub(crate) sealing: Sealing,
     state: Mutex<State>,
     /// Slots in the backing memory. They are not a part of `state`, because the page server of
     /// forked children locks them even if the program was killed while a thread of it held the lock
@@ -230,6 +232,7 @@ impl<M: Memory> Pages<M> {
             lease: None,
             paths: Paths::Two,
             fingerprints,
+            sealing: Sealing::None,
             state: Mutex::new(state),
             slots: Mutex::new(slots),
             emptied: Mutex::default(),
@@ -347,13 +350,20 @@ impl<M: Memory> Pages<M> {
         self.note_present(present);
         self.note_held();
         self.note_assist();
+        self.age_key();
     }
 
     fn note_held(&self) {
-        let ((pool, overflow), usage) = {
+        let ((pool, overflow), usage, tables) = {
             let slots = self.slots();
-            (slots.held(), slots.usage())
+            (slots.held(), slots.usage(), slots.table_bytes())
         };
+        self.stats.raise(Counter::TableBytesPeak, tables + self.table.used_bytes());
+        if let Some(sealer) = self.sealing.sealer() {
+            let seal::Statistics { seals, opens, .. } = sealer.statistics();
+            self.stats.set(Counter::PagesSealed, seals);
+            self.stats.set(Counter::PagesOpened, opens);
+        }
         self.stats.set(Counter::PoolChunks, u64::from(pool));
         self.stats.raise(Counter::PoolChunksPeak, u64::from(pool));
         self.stats.set(Counter::OverflowChunks, u64::from(overflow));

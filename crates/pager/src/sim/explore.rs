@@ -8,7 +8,7 @@
 use super::fiber::{self, Choice, Schedule};
 use super::program::{Order, Program};
 use super::world::{self, Setup};
-use crate::config::Paths;
+use crate::config::{Hide, Paths};
 use crate::memory::model::Odds;
 use crate::pages::Sizes;
 use crate::policy::Name;
@@ -134,6 +134,9 @@ fn small() -> Setup {
         policy: Name::default(),
         alone: false,
         compacts: false,
+        sealed: false,
+        lie: None,
+        hide: Hide::Off,
         max_steps: 20_000,
     }
 }

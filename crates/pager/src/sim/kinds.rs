@@ -3,7 +3,7 @@
 use super::program::{Order, Program};
 use super::random::Random;
 use super::world::Setup;
-use crate::config::Paths;
+use crate::config::{Hide, Paths};
 use crate::memory::model::Odds;
 use crate::pages::Sizes;
 use crate::policy::Name;
@@ -84,6 +84,9 @@ pub(crate) fn setup(kind: Kind, seed: u64) -> Setup {
         paths: Paths::Two,
         alone: false,
         compacts: false,
+        sealed: Random::new(seed, 13).once_in(3),
+        lie: None,
+        hide: Random::new(seed, 14).pick(&[Hide::Off, Hide::Off, Hide::Writes, Hide::Reads]),
         max_steps: 200_000,
     };
     // Every policy with as many seeds.

@@ -19,6 +19,7 @@
 //! - [`crate::memory::model`]: the kernel. It asserts the contract of [`crate::memory::Memory`].
 //! - [`transport`]: chunks. It asserts that no slot is overwritten or freed while a transfer of it
 //!   is in flight.
+//! - [`liar`]: a memory node that returns other bytes than were written.
 //! - [`oracle`]: the expected content of each page.
 //! - [`world`]: a process, and the checks after each step and at the end.
 //! - [`rival`]: another process of the run, and changes of the bound that both share.
@@ -29,6 +30,7 @@
 mod explore;
 pub(crate) mod fiber;
 mod kinds;
+mod liar;
 mod oracle;
 mod program;
 pub(crate) mod random;

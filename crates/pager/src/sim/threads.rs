@@ -173,7 +173,7 @@ fn child(world: &World, copied: &Copied, slots: &[Option<SlotId>], epoch: Epoch)
         point();
         let seen = match (&copied.mapped[page], slots[page]) {
             (Some(content), _) => content.clone(),
-            (None, Some(slot)) => read_slot(world, slot),
+            (None, Some(slot)) => read_slot(world, PageId(page as u32), slot),
             (None, None) => Bytes::zeros(),
         };
         let expected = &copied.expected[page];
@@ -189,16 +189,15 @@ fn child(world: &World, copied: &Copied, slots: &[Option<SlotId>], epoch: Epoch)
     world.children.set(world.children.get() - 1);
 }
 
-fn read_slot(world: &World, slot: SlotId) -> Box<Bytes> {
+fn read_slot(world: &World, page: PageId, slot: SlotId) -> Box<Bytes> {
     wait_until("waits for frames", || !world.child_frames.get());
     world.child_frames.set(true);
     let frame = FrameId(world.setup.sizes.first_child_frame());
-    world.pages.transfer_now(Direction::Read, &[(slot, frame)]);
     let mut content = Bytes::zeros();
-    // SAFETY: the frame is used by this fiber alone, and both have memory of a page.
+    // SAFETY: the frame is used by this fiber alone, and the content is a local page.
     unsafe {
-        let from: *const u64 = world.pages.backing.frame(frame).cast();
-        from.copy_to_nonoverlapping(content.0.as_mut_ptr(), PAGE_BYTES / 8);
+        let to = content.0.as_mut_ptr().cast();
+        world.pages.read_now(&[(page, slot, frame, to)]);
     }
     world.child_frames.set(false);
     content

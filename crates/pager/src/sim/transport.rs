@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::fiber::{current, point, trace, wait_until};
+use super::liar::Liar;
 use super::random::Random;
 use crate::memory::model::{Bytes, WORDS};
 use crate::sys::{self, PAGE_BYTES};
@@ -48,6 +49,7 @@ struct Pool {
     frames: FrameMemory,
     random: Random,
     allocations: u64,
+    liar: Option<Liar>,
 }
 
 // SAFETY: the frames' base is only used under the lock of the pool.
@@ -95,6 +97,9 @@ impl Pool {
         match (direction, written) {
             (Direction::Write, Some(written)) => {
                 assert!(*now == *written, "transfer {id}: frame {} changed", page.frame);
+                if let Some(liar) = &mut self.liar {
+                    liar.note((page.chunk, page.page), &written);
+                }
                 chunk[page.page as usize] = Some(written);
             }
             _ => {
@@ -103,7 +108,11 @@ impl Pool {
                     panic!("transfer {id} reads {page:?}, which was never written")
                 });
                 assert!(now.0[0] == IN_FLIGHT, "transfer {id}: frame {} changed", page.frame);
-                self.store(page.frame, &content);
+                let told = match &mut self.liar {
+                    Some(liar) => liar.answer((page.chunk, page.page), content, now),
+                    None => content,
+                };
+                self.store(page.frame, &told);
             }
         }
     }
@@ -142,6 +151,7 @@ impl ModelTransport {
             frames: FrameMemory { base: base as *mut u8, frames },
             random,
             allocations: 0,
+            liar: None,
         };
         Self(Arc::new(Mutex::new(pool)))
     }
@@ -168,6 +178,11 @@ impl ModelTransport {
     /// Returns the number of transfers for whose end the pager has not polled or waited.
     pub(crate) fn in_flight(&self) -> usize {
         self.pool().posted.len()
+    }
+
+    /// Makes READ number `read` return other bytes than were written.
+    pub(crate) fn lie_at(&self, read: u64, random: Random) {
+        self.pool().liar = Some(Liar::new(read, random));
     }
 
     /// Returns the content of a page of a chunk.

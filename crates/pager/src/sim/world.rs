@@ -3,6 +3,9 @@
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
+use std::sync::Arc;
+
+use seal::{Cipher, Sealer};
 
 use super::fiber::{self, Schedule, pause, spawn, trace, wait_until};
 use super::oracle::Oracle;
@@ -12,7 +15,7 @@ use super::rival;
 use super::threads;
 use super::transport::ModelTransport;
 use crate::backing::Backing;
-use crate::config::Paths;
+use crate::config::{Hide, Paths};
 use crate::fingerprint::Fingerprints;
 use crate::fork::inheritance::Inheritance;
 use crate::memory::Position;
@@ -23,9 +26,10 @@ use crate::pages::{Hand, Pages, Sizes};
 use crate::policy::counted::{Calls, Counted};
 use crate::policy::{AnyPolicy, Name};
 use crate::shelf::{Use, holds_page};
-use crate::slots::{ChunkLocation, Place, SlotId, Source, Usage};
+use crate::slots::{ChunkLocation, Place, Sealing, SlotId, Source, Usage};
 use crate::stats::Stats;
 use crate::stream::Counters;
+use crate::sys::PAGE_BYTES;
 
 /// Parameters of a world.
 #[derive(Clone, Debug)]
@@ -57,6 +61,11 @@ pub(crate) struct Setup {
     pub alone: bool,
     /// The worker compacts chunks.
     pub compacts: bool,
+    /// Pages in the pool are encrypted.
+    pub sealed: bool,
+    /// The READ, by its number, that returns other bytes than were written.
+    pub lie: Option<u64>,
+    pub hide: Hide,
     pub max_steps: u32,
 }
 
@@ -116,6 +125,7 @@ impl World {
         let random = |purpose| Random::new(seed, purpose);
         let pool =
             ModelTransport::new(sizes.frames(), setup.chunk_pages, setup.capacity, random(1));
+        setup.lie.into_iter().for_each(|read| pool.lie_at(read, random(5)));
         let memory = ModelMemory::new(pages, sizes.positions, setup.copied_run, odds, random(2));
         let table = PageTable::new(pages as usize).expect("memory for a page table");
         let stats = Stats::private().expect("memory for counters");
@@ -127,6 +137,13 @@ impl World {
         let policy = AnyPolicy::Counted(Box::new(policy));
         let logic = Pages::new(table, memory, backing, stats, sizes, prints, policy)
             .with_paths(setup.paths);
+        let sealer = Arc::new(Sealer::new(Cipher::default()).expect("random numbers for the key"));
+        let logic = logic.with_sealing(match setup.sealed {
+            true => Sealing::All(sealer),
+            false => Sealing::Overflow(sealer),
+        });
+        let mut places = random(6);
+        logic.slots().hide(setup.hide, Box::new(move || places.bits()));
         let logic = match setup.shared_units {
             Some(units) => logic.with_lease(rival::lease(units), rival::RESERVED_PAGES),
             None => logic,
@@ -313,7 +330,17 @@ impl World {
             }
             Source::Place(Place { location: ChunkLocation::Pool(chunk), offset_bytes }) => {
                 let content = self.pool.content(chunk, offset_bytes);
-                content.unwrap_or_else(|| panic!("{slot:?} was never written"))
+                let stored = content.unwrap_or_else(|| panic!("{slot:?} was never written"));
+                let Some(seal) = self.pages.slots().seal(slot) else { return stored };
+                let mut plain = Bytes::zeros();
+                let sealer = self.pages.sealing.sealer().expect("a sealed slot has a sealer");
+                // SAFETY: two local pages.
+                let opened = unsafe {
+                    let (from, to) = (stored.0.as_ptr().cast(), plain.0.as_mut_ptr().cast());
+                    sealer.open_raw(slot.0, &seal, from, to, PAGE_BYTES)
+                };
+                opened.unwrap_or_else(|_| panic!("{slot:?} does not open"));
+                plain
             }
             Source::Inherited(page) => Box::new(inherited(page.0)),
             source => panic!("{slot:?} is in {source:?}"),

@@ -67,6 +67,22 @@ impl Fill {
         self.entries[index as usize] = Entry { class, at };
     }
 
+    /// Returns the number of listed chunks.
+    pub fn count(&self) -> u32 {
+        self.classes.iter().map(|list| list.len() as u32).sum()
+    }
+
+    /// Returns the listed chunk with a number below [`Fill::count`], in any order.
+    pub fn nth(&self, mut number: u32) -> u32 {
+        for list in &self.classes {
+            match list.get(number as usize) {
+                Some(index) => return *index,
+                None => number -= list.len() as u32,
+            }
+        }
+        unreachable!("a number below the count names a chunk")
+    }
+
     /// Returns a chunk of the emptiest class with chunks, up to class `last`.
     pub fn emptiest(&self, last: usize) -> Option<u32> {
         self.classes[..=last].iter().find_map(|list| list.last().copied())

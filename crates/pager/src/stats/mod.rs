@@ -152,6 +152,14 @@ pub enum Counter {
     AssistedProcesses,
     /// 1 in a process whose assist has ended before the process.
     AssistsLost,
+    /// Pages that were encrypted before a WRITE.
+    PagesSealed,
+    /// Pages that were authenticated and decrypted after a READ.
+    PagesOpened,
+    /// 1 in a process whose pages in the pool are encrypted.
+    ProcessesSealing,
+    /// Peak of the bytes of the page table and of the tables of slots.
+    TableBytesPeak,
 }
 
 /// The live counters of this process.

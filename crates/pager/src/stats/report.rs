@@ -140,6 +140,20 @@ impl fmt::Display for Summary {
                 self.get(PagesCompacted)
             )?;
         }
+        writeln!(
+            f,
+            "  tables        {:>8.1} MiB   at most: pages, slots, fingerprints{}",
+            mib(self.get(TableBytesPeak)),
+            if self.get(PagesSealed) > 0 { ", seals" } else { "" }
+        )?;
+        if self.get(ProcessesSealing) > 0 || self.get(PagesSealed) > 0 {
+            writeln!(
+                f,
+                "  sealed        {:>12}   pages encrypted, {} authenticated and decrypted",
+                self.get(PagesSealed),
+                self.get(PagesOpened)
+            )?;
+        }
         if self.get(MappingsUnpaged) > 0 {
             writeln!(
                 f,

@@ -209,6 +209,10 @@ fn write_line(fd: i32, text: &str) {
 /// Writes `text` to standard error and ends the process at once: all threads, without running exit
 /// handlers.
 pub fn die(status: i32, text: &str) -> ! {
+    #[cfg(test)]
+    if crate::sim::fiber::current().is_some() {
+        panic!("status {status}: {text}");
+    }
     say(text);
     loop {
         // SAFETY: exit_group does not return.

@@ -19,6 +19,7 @@ mod embedded;
 mod inner;
 pub mod lend;
 mod operation;
+mod sealed;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -34,6 +35,7 @@ pub use buffer::Buffer;
 pub use chunk_memory::ChunkMemory;
 pub use embedded::EmbeddedNode;
 pub use operation::Operation;
+pub use sealed::{SealedBlock, SealedError, SealedPool};
 
 use self::access_qp::{AccessSizes, Group};
 use self::buffer::Bounce;

@@ -1,0 +1,120 @@
+//! A memory node that lies: one READ returns other bytes than were written last (TDMEM §3).
+//!
+//! With encryption, the world must end with status 119 as soon as the lie arrives. The oracle sees
+//! to it that no byte of the lie is used. The control without encryption shows wrong content.
+
+use std::collections::BTreeMap;
+
+use super::random::Random;
+use super::{Kind, RandomOrder, kinds, world};
+use crate::config::EXIT_TAMPERED;
+use crate::memory::model::{Bytes, WORDS};
+
+/// A page of a chunk.
+type Address = (u32, u32);
+
+/// The liar, with all that was ever written.
+pub(super) struct Liar {
+    /// READs until the lie.
+    left: u64,
+    random: Random,
+    written: BTreeMap<Address, Vec<Box<Bytes>>>,
+}
+
+impl Liar {
+    pub(super) fn new(read: u64, random: Random) -> Self {
+        Self { left: read, random, written: BTreeMap::new() }
+    }
+
+    /// Notes a WRITE.
+    pub(super) fn note(&mut self, at: Address, content: &Bytes) {
+        self.written.entry(at).or_default().push(Box::new(content.clone()));
+    }
+
+    /// Returns the answer to a READ of `content`. `frame` is the frame as it is now.
+    pub(super) fn answer(&mut self, at: Address, content: Box<Bytes>, frame: Box<Bytes>) -> Box<Bytes> {
+        let Some(left) = self.left.checked_sub(1) else { return content };
+        self.left = left;
+        if left > 0 {
+            return content;
+        }
+        let lie = self.lie(at, &content, frame);
+        // Another version may have the same bytes, if nothing is encrypted. The next READ lies then.
+        self.left = u64::from(*lie == *content);
+        lie
+    }
+
+    fn lie(&mut self, at: Address, content: &Bytes, frame: Box<Bytes>) -> Box<Bytes> {
+        let mut lie = Box::new(content.clone());
+        let word = self.random.below(WORDS as u32) as usize;
+        match self.random.below(6) {
+            0 => lie.0[word] ^= 1 << self.random.below(64),
+            1 => lie.0.fill(0),
+            // Truncated.
+            2 => lie.0[word..].fill(0),
+            // Nothing arrives, although the transfer is complete.
+            3 => lie = frame,
+            // Another page.
+            4 => {
+                let others: Vec<_> =
+                    self.written.iter().filter(|(other, _)| **other != at).collect();
+                if !others.is_empty() {
+                    let (_, versions) = self.random.pick(&others);
+                    lie = versions.last().expect("written at least once").clone();
+                }
+            }
+            // An older version of the page.
+            _ => {
+                if let Some(versions) = self.written.get(&at) {
+                    lie = versions[self.random.below(versions.len() as u32) as usize].clone();
+                }
+            }
+        }
+        lie
+    }
+}
+
+/// Result of a world with a lie.
+enum Outcome {
+    /// The world has ended without the READ that was to be a lie, or without its effect.
+    Unharmed,
+    /// The process ended itself.
+    Ended,
+    /// Another error, such as wrong content.
+    Wrong(String),
+}
+
+fn run(kind: Kind, seed: u64, sealed: bool) -> Outcome {
+    let lie = Some(Random::new(seed, 21).within(1..=40).into());
+    let setup = world::Setup { sealed, lie, ..kinds::setup(kind, seed) };
+    match world::run(&setup, seed, &mut RandomOrder::new(seed)) {
+        Ok(_) => Outcome::Unharmed,
+        Err(error) if error.contains(&format!("status {EXIT_TAMPERED}")) => Outcome::Ended,
+        Err(error) => Outcome::Wrong(error),
+    }
+}
+
+const KINDS: [Kind; 6] =
+    [Kind::Random, Kind::Sequential, Kind::Forks, Kind::Moves, Kind::Compacts, Kind::All];
+
+#[test]
+fn altered_sealed_page_ends_the_process_before_it_is_used() {
+    let mut ended = 0;
+    for seed in super::seeds() {
+        let kind = KINDS[(seed % KINDS.len() as u64) as usize];
+        match run(kind, seed, true) {
+            Outcome::Unharmed => {}
+            Outcome::Ended => ended += 1,
+            Outcome::Wrong(error) => panic!("{kind:?} seed {seed}: {error}"),
+        }
+    }
+    assert!(ended >= 300, "only {ended} worlds met the lie");
+}
+
+#[test]
+fn altered_plain_page_is_used() {
+    let wrong = (0..200)
+        .filter(|&seed| matches!(run(Kind::Random, seed, false), Outcome::Wrong(_)))
+        .count();
+    assert!(wrong >= 50, "only {wrong} worlds show the lie");
+}
