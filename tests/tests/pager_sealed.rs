@@ -35,9 +35,9 @@ impl Scene {
             Settings { donate_bytes: 48 << 20, shares_chunks: true, ..Settings::default() };
         let node = Service::start(&settings, &Endpoint::Fresh).unwrap();
         let memory = ChunkMemory::open(node.path()).unwrap().unwrap();
-        let chunks = memory.parts().map(|(part, file)| {
-            (File::from(file.try_clone_to_owned().unwrap()), part.bytes)
-        });
+        let chunks = memory
+            .parts()
+            .map(|(part, file)| (File::from(file.try_clone_to_owned().unwrap()), part.bytes));
         let chunks = chunks.collect();
         let scratch = Scratch::new(name);
         scratch.compile("fsize", include_str!("pager_programs/fsize.c"));

@@ -360,7 +360,9 @@ impl Config {
 pub fn read_seal(name: &str) -> Result<Option<Cipher>, String> {
     match name {
         "off" => Ok(None),
-        name => name.parse().map(Some).map_err(|_| "expected off, aes-256-gcm or aes-128-gcm".into()),
+        name => {
+            name.parse().map(Some).map_err(|_| "expected off, aes-256-gcm or aes-128-gcm".into())
+        }
     }
 }
 

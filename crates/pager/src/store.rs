@@ -279,7 +279,8 @@ impl Transport for FileTransport {
     }
 
     fn origin(&self, _: ChunkHandle) -> String {
-        if self.is_on_disk { "the file of GRANARY_POOL" } else { "the memory of GRANARY_POOL" }.into()
+        if self.is_on_disk { "the file of GRANARY_POOL" } else { "the memory of GRANARY_POOL" }
+            .into()
     }
 
     fn must_seal(&self) -> bool {

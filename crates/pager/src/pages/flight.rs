@@ -12,6 +12,8 @@
 //! written. Neither thread waits for the transfer: each marks the entry with its fate. The end of
 //! the flight then frees the slot, and also the position of a dropped page.
 
+use std::sync::atomic::Ordering;
+
 use crate::memory::{Memory, Position};
 use crate::page_table::{Entry, PageId, State as PageState};
 use crate::pages::sizes::{DEMAND_FRAMES, Sizes};
@@ -460,9 +462,12 @@ impl<M: Memory> Pages<M> {
         let (direction, first_frame) = (flight.direction, flight.first_frame);
         if direction == Direction::Read {
             hand.landing.clear();
-            hand.landing.extend(flight.entries.iter().map(|entry| {
-                (shelf.record(entry.position).page, entry.position, entry.slot)
-            }));
+            hand.landing.extend(
+                flight
+                    .entries
+                    .iter()
+                    .map(|entry| (shelf.record(entry.position).page, entry.position, entry.slot)),
+            );
             drop(guard);
             // The entries of an owned flight keep their positions and their slots.
             for (at, &(page, position, slot)) in hand.landing.iter().enumerate() {
@@ -486,6 +491,8 @@ impl<M: Memory> Pages<M> {
     /// Gives the entries of a flight their new uses, and frees the flight. Returns true if threads
     /// wait for the pages in `hand.woken`.
     fn land(&self, state: &mut State, hand: &mut Hand, index: FlightIndex) -> bool {
+        // A forked child finds the pages that are not resident in their slots.
+        let forks = self.fork_waits.load(Ordering::Acquire);
         let flight = state.flights.get(index);
         let entries = std::mem::take(&mut flight.entries);
         let (waited, window, direction) = (flight.waited, flight.window, flight.direction);
@@ -495,7 +502,8 @@ impl<M: Memory> Pages<M> {
             match entry.fate {
                 Fate::Land => {
                     hand.woken.push(state.shelf.record(entry.position).page);
-                    if direction == Direction::Read && self.slots().is_read_once(entry.slot) {
+                    let is_read = direction == Direction::Read && !forks;
+                    if is_read && self.slots().is_read_once(entry.slot) {
                         self.land_without_slot(state, entry);
                     } else {
                         state.shelf.set(entry.position, Use::Clean);

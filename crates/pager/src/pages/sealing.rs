@@ -52,7 +52,8 @@ impl<M: Memory> Pages<M> {
             Source::Inherited(_) => self.backing.inherited_page(frame),
             Source::Place(_) => self.backing.frame(frame),
         };
-        let (Some(seal), Source::Place(place), Some(sealer)) = (seal, source, self.sealing.sealer())
+        let (Some(seal), Source::Place(place), Some(sealer)) =
+            (seal, source, self.sealing.sealer())
         else {
             // SAFETY: by the caller; both have memory of a page.
             return unsafe { from.copy_to_nonoverlapping(to, PAGE_BYTES) };

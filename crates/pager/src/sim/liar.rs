@@ -3,7 +3,9 @@
 //! With encryption, the world must end with status 119 as soon as the lie arrives. The oracle sees
 //! to it that no byte of the lie is used. The control without encryption shows wrong content.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::sync::Once;
 
 use super::random::Random;
 use super::{Kind, RandomOrder, kinds, world};
@@ -32,7 +34,12 @@ impl Liar {
     }
 
     /// Returns the answer to a READ of `content`. `frame` is the frame as it is now.
-    pub(super) fn answer(&mut self, at: Address, content: Box<Bytes>, frame: Box<Bytes>) -> Box<Bytes> {
+    pub(super) fn answer(
+        &mut self,
+        at: Address,
+        content: Box<Bytes>,
+        frame: Box<Bytes>,
+    ) -> Box<Bytes> {
         let Some(left) = self.left.checked_sub(1) else { return content };
         self.left = left;
         if left > 0 {
@@ -84,10 +91,32 @@ enum Outcome {
     Wrong(String),
 }
 
+thread_local! {
+    /// True while a panic of this thread is expected.
+    static IS_QUIET: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Calls `run` without a message and a backtrace for each panic, which would take most of the time.
+fn quietly<T>(run: impl FnOnce() -> T) -> T {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            if !IS_QUIET.get() {
+                before(panic);
+            }
+        }));
+    });
+    IS_QUIET.set(true);
+    let result = run();
+    IS_QUIET.set(false);
+    result
+}
+
 fn run(kind: Kind, seed: u64, sealed: bool) -> Outcome {
     let lie = Some(Random::new(seed, 21).within(1..=40).into());
     let setup = world::Setup { sealed, lie, ..kinds::setup(kind, seed) };
-    match world::run(&setup, seed, &mut RandomOrder::new(seed)) {
+    match quietly(|| world::run(&setup, seed, &mut RandomOrder::new(seed))) {
         Ok(_) => Outcome::Unharmed,
         Err(error) if error.contains(&format!("status {EXIT_TAMPERED}")) => Outcome::Ended,
         Err(error) => Outcome::Wrong(error),

@@ -13,8 +13,7 @@ use crate::pages::{Hand, Request};
 use crate::slots::{Epoch, SlotId};
 use crate::stats::Counter;
 use crate::stream::Advice;
-use crate::sys::PAGE_BYTES;
-use crate::transport::{Direction, FrameId};
+use crate::transport::FrameId;
 
 /// Maximum number of pages that the worker takes out at once.
 const BATCH_PAGES: u32 = 64;

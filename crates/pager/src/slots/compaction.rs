@@ -31,7 +31,7 @@ impl Slots {
     pub fn close_sparse(&mut self) -> u32 {
         debug_assert!(self.closed.is_empty(), "one pass of compaction at a time");
         let Usage { live, held } = self.usage();
-        let surplus = ((held - live) >> self.pages_log2) as usize;
+        let surplus = ((held - live).saturating_sub(self.spare()) >> self.pages_log2) as usize;
         if surplus == 0 {
             return 0;
         }

@@ -11,7 +11,7 @@
 use std::io;
 
 use super::fill::ANY_FREE;
-use super::{SlotId, Slots, free_page, get};
+use super::{SlotId, Slots, Usage, free_page, get};
 use crate::config::{EXIT_PAGER, Hide};
 use crate::sys;
 
@@ -26,7 +26,7 @@ pub type Random = Box<dyn FnMut() -> u64 + Send>;
 pub fn kernel_random() -> io::Result<Random> {
     let mut words = [0u64; 32];
     let mut left = 0;
-    let mut fill = move |words: &mut [u64; 32]| {
+    let fill = move |words: &mut [u64; 32]| {
         // SAFETY: valid for the write. At most 256 bytes are never returned in part.
         match unsafe { libc::getrandom(words.as_mut_ptr().cast(), size_of_val(words), 0) } {
             got if got < 0 => Err(io::Error::last_os_error()),
@@ -89,13 +89,21 @@ impl Slots {
         hides && slot.has_place()
     }
 
+    /// Returns the number of free slots that random placement needs.
+    pub fn spare(&self) -> u64 {
+        match self.scatter {
+            Some(_) => self.usage().held / SPARE,
+            None => 0,
+        }
+    }
+
     /// Allocates a random free slot. Returns `None` if the caller should add a chunk.
     pub(super) fn allocate_scattered(&mut self) -> Option<SlotId> {
         if let Some(slot) = self.allocate_open() {
             return Some(slot);
         }
-        let usage = self.usage();
-        if self.wants_pool() && SPARE * usage.live >= (SPARE - 1) * usage.held {
+        let Usage { live, held } = self.usage();
+        if self.wants_pool() && held - live <= self.spare() {
             return None;
         }
         self.draw()
