@@ -70,8 +70,8 @@ impl RegionEngines {
         }
     }
 
-    /// Tells the engine of the region at `index` that a WRITE has ended. Returns false if the
-    /// region has no engine.
+    /// Calls the engine of the region at `index` after a WRITE. Returns false if the region has no
+    /// engine.
     pub fn written(&mut self, index: KeyIndex, access: EngineAccess) -> bool {
         let Some(Some(engine)) = self.0.get_mut(index.index()) else { return false };
         engine.written(access.tag, access.offset, access.len);

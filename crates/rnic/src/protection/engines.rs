@@ -27,9 +27,9 @@ impl KeyTable {
         !self.engines.is_empty()
     }
 
-    /// Tells the engine of the region `key` that a WRITE of `len` bytes at `addr` through a QP with
-    /// `tag` has ended. Returns false if the region has no engine. The caller has checked the WRITE
-    /// in the same step.
+    /// Calls the engine of the region `key` after a WRITE of `len` bytes at `addr` through a QP
+    /// with `tag`. Returns false if the region has no engine. The caller has checked the WRITE in
+    /// the same step.
     pub fn write_ended(&mut self, key: Key, addr: u64, len: u64, tag: u64) -> bool {
         let found = self.entries.get(key.index().index());
         let Some(e) = found.filter(|e| e.admits == AllowedQps::Engine) else { return false };

@@ -1,4 +1,5 @@
-//! Read-only inspection of the key table, for control verbs and tools. The data path does not use it.
+//! Read-only inspection of the key table, for control verbs and tools. The data path does not use
+//! it.
 
 use super::{AllowedQps, BOUND_COUNTS, Entry, KeyTable, Kind};
 use crate::error::Error;
