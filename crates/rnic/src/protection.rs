@@ -16,62 +16,24 @@
 //! - The tag changes with every bind and every reuse of an index, so older keys are invalid.
 //! - The guard word of a guarded window lies in a region, which also counts the window (see
 //!   `guard`).
+//! - A region with an engine has no windows (see `region_engines`).
 //! - A host pointer leaves this module only as a `Span` that passed a check, valid for one step.
+
+mod engines;
+mod inspect;
+mod refusal;
 
 use crate::dma::Span;
 use crate::error::{Error, Object};
 use crate::guard::{Guard, Guards};
+use crate::region_engines::{EngineAccess, RegionEngines};
 use crate::spec::{GuardSpec, RegionChange};
 use std::collections::VecDeque;
-use verbs::direct::{KeyInfo, KeyKind};
 use verbs::wqe::umr::{self, Umr, UmrFlags};
 use verbs::{Access, DmaMemory, FunctionId, Key, KeyIndex, MwKind, Pdn, Qpn};
 
-/// Reason why a key did not allow an access or an operation. The value is the CQE's vendor error.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error)]
-#[repr(u8)]
-pub enum Refusal {
-    /// The index is unused, or names a region where a window is required, or a window where a
-    /// region is required.
-    #[error("no such key")]
-    NoKey = 1,
-    /// The tag is not the current tag.
-    #[error("stale tag")]
-    Tag = 2,
-    /// The key belongs to another protection domain.
-    #[error("another protection domain")]
-    Pd = 3,
-    /// The window is not bound.
-    #[error("the window is free")]
-    Free = 4,
-    /// The window is already bound.
-    #[error("the window is bound")]
-    Bound = 5,
-    /// The window is bound to another QP.
-    #[error("bound to another QP")]
-    Qpn = 6,
-    /// The range is outside the region or window.
-    #[error("out of range")]
-    Range = 7,
-    /// The key lacks a required right.
-    #[error("right missing")]
-    Rights = 8,
-    /// Only a privileged QP may execute the operation.
-    #[error("only a privileged QP may do this")]
-    Privilege = 9,
-    /// The region under the window does not allow the bind.
-    #[error("the region under the window does not allow it")]
-    Region = 10,
-    /// The UMR's fields contradict each other.
-    #[error("the UMR's fields contradict each other")]
-    Form = 11,
-    /// The operation requires a type-2 window: a type-1 window is bound to no QP.
-    #[error("not possible with a window of this type")]
-    Type = 12,
-    /// The guard word does not admit the QP.
-    #[error("the window's guard word does not admit the QP")]
-    Guard = 13,
-}
+pub(crate) use inspect::KeyRange;
+pub use refusal::Refusal;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
@@ -90,6 +52,8 @@ enum AllowedQps {
     All,
     /// The QPs that the guard word admits (guarded type-1 windows).
     Guarded,
+    /// The QPs that the engine allows the access (regions with an engine).
+    Engine,
 }
 
 /// Fields of a key that the data path reads.
@@ -121,20 +85,6 @@ struct Owner {
 #[cfg(test)]
 pub(crate) const KEY_BYTES: usize = size_of::<Entry>() + size_of::<Owner>();
 
-/// The memory range that a key makes accessible.
-pub(crate) struct KeyRange {
-    pub key: Key,
-    pub pd: Pdn,
-    /// The only QP that may use the key, unless `open` is set.
-    pub qpn: Qpn,
-    /// Every QP of the PD may use the key; if the window is guarded, only QPs that the guard
-    /// admits.
-    pub open: bool,
-    pub access: Access,
-    pub start: u64,
-    pub len: u64,
-}
-
 /// The QP through which a peer uses a key.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AccessingQp {
@@ -157,6 +107,7 @@ pub(crate) struct KeyTable {
     entries: Vec<Entry>,
     owners: Vec<Owner>,
     guards: Guards,
+    engines: RegionEngines,
     free: VecDeque<u32>,
     max: u32,
     /// Counts of bound windows, hashed by the low bits of the QP number that the windows are bound
@@ -209,6 +160,7 @@ impl KeyTable {
             entries: vec![Entry::UNUSED; FIRST_INDEX as usize],
             owners: (0..FIRST_INDEX).map(|_| unused()).collect(),
             guards: Guards::default(),
+            engines: RegionEngines::default(),
             free: VecDeque::new(),
             max: max.min(KeyIndex::MAX - FIRST_INDEX),
             bound_counts: vec![0; BOUND_COUNTS],
@@ -251,9 +203,9 @@ impl KeyTable {
         e.range(addr, len)
     }
 
-    /// Checks an access by the peer of the QP `by`. The key may be a region's, a bound type-1
-    /// window's whose guard (if any) admits the QP, or that of a type-2 window bound to this QP
-    /// (IBTA vol. 1, §10.6).
+    /// Checks an access by the peer of the QP `by`. The key may be that of a region whose engine
+    /// (if any) allows the access, of a bound type-1 window whose guard (if any) admits the QP, or
+    /// of a type-2 window bound to this QP (IBTA vol. 1, §10.6).
     #[inline]
     pub fn remote(
         &self,
@@ -273,10 +225,15 @@ impl KeyTable {
             return Err(Refusal::Rights);
         }
         let span = e.range(addr, len)?;
-        if e.admits == AllowedQps::Guarded && !self.guards.admits(key.index(), by.tag) {
-            return Err(Refusal::Guard);
+        match e.admits {
+            AllowedQps::OneQp | AllowedQps::All => Ok(span),
+            AllowedQps::Guarded if self.guards.admits(key.index(), by.tag) => Ok(span),
+            AllowedQps::Guarded => Err(Refusal::Guard),
+            AllowedQps::Engine => {
+                let access = EngineAccess { tag: by.tag, offset: addr.wrapping_sub(e.start), len };
+                self.ask_engine(key, need, access).map(|()| span)
+            }
         }
-        Ok(span)
     }
 
     /// Zeroes `target` by returning its pages to the kernel, if the region `key` is thin memory
@@ -359,7 +316,8 @@ impl KeyTable {
         }
         let region = self.entry(u.klm.lkey, by.pd).map_err(|_| Refusal::Region)?;
         let writes = Access(new.access.0 & WRITING.0) != Access::NONE;
-        if region.kind != Kind::Region || writes && !region.access.allows(Access::LOCAL_WRITE) {
+        let allows_bind = region.kind == Kind::Region && region.admits != AllowedQps::Engine;
+        if !allows_bind || writes && !region.access.allows(Access::LOCAL_WRITE) {
             return Err(Refusal::Region);
         }
         new.span = region.range(u.klm.addr, len).map_err(|_| Refusal::Region)?;
@@ -528,7 +486,7 @@ impl KeyTable {
         Ok(what)
     }
 
-    /// Changes a region that passed [`KeyTable::region`]; returns its new key.
+    /// Changes a region that passed [`KeyTable::changeable_region`]; returns its new key.
     pub fn reregister(&mut self, key: Key, to: RegionChange) -> Key {
         let index = key.index();
         let e = &mut self.entries[index.index()];
@@ -563,73 +521,13 @@ impl KeyTable {
             );
             region.link -= 1;
         }
+        if self.has_engines() {
+            self.engines.remove(index);
+        }
         let tag = self.entries[index.index()].tag;
         self.entries[index.index()] = Entry { tag, ..Entry::UNUSED };
         self.owners[index.index()].memory = None;
         self.free.push_back(index.raw());
-    }
-
-    pub fn describe(&self, function: FunctionId, index: KeyIndex) -> Result<KeyInfo, Error> {
-        let e = self.owned(function, index)?;
-        let region = e.kind == Kind::Region;
-        Ok(KeyInfo {
-            kind: match (region, e.open()) {
-                (true, _) => KeyKind::Mr,
-                (false, true) => KeyKind::Mw(MwKind::Type1),
-                (false, false) => KeyKind::Mw(MwKind::Type2),
-            },
-            tag: e.tag,
-            pd: e.pd,
-            bound: e.kind != Kind::Free,
-            qpn: e.qpn,
-            access: e.access,
-            start: e.start,
-            len: e.span.len(),
-            windows: if region { e.link } else { 0 },
-        })
-    }
-
-    /// Returns whether a window may be bound to `qpn`. Approximate (hashed count): no false
-    /// negatives, possible false positives.
-    pub fn may_have_window(&self, qpn: Qpn) -> bool {
-        self.bound_counts[qpn.index() % BOUND_COUNTS] > 0
-    }
-
-    /// Returns whether the window's guard, if it has one, currently admits a QP with `tag`.
-    pub fn guard_admits(&self, index: KeyIndex, tag: u64) -> bool {
-        let e = &self.entries[index.index()];
-        e.admits != AllowedQps::Guarded || self.guards.admits(index, tag)
-    }
-
-    /// Returns the keys that give access to any of the `len` bytes from `start`.
-    pub fn keys_over(&self, start: u64, len: u64) -> Vec<KeyRange> {
-        let end = start.saturating_add(len);
-        let range = |(at, e): (usize, &Entry)| {
-            let opens = matches!(e.kind, Kind::Bound | Kind::Region);
-            let first = self.owners_address(e);
-            let meets = first < end && start < first.saturating_add(e.span.len());
-            (opens && meets).then(|| KeyRange {
-                key: Key::new(KeyIndex::new(at as u32), e.tag),
-                pd: e.pd,
-                qpn: e.qpn,
-                open: e.open(),
-                access: e.access,
-                start: first,
-                len: e.span.len(),
-            })
-        };
-        self.entries.iter().enumerate().filter_map(range).collect()
-    }
-
-    /// Address of a key's first byte in its region, also for a zero-based window.
-    fn owners_address(&self, e: &Entry) -> u64 {
-        match e.kind {
-            Kind::Bound => {
-                let region = &self.entries[e.link as usize];
-                region.start.wrapping_add(e.span.offset_in(region.span))
-            }
-            _ => e.start,
-        }
     }
 
     /// Destroys all keys of `function`: windows first, then regions.
