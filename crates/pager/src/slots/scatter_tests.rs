@@ -275,8 +275,8 @@ fn features(seen: &[(u32, u32)]) -> Vec<f64> {
 /// many other runs.
 fn observers_success(hide: Hide, seed: u64) -> f64 {
     let run = |at: u64| {
-        let program = if at % 2 == 0 { Program::Sequential } else { Program::Random };
-        (features(&observe(hide, program, seed * 1_000 + at, 400)), at % 2 == 0)
+        let program = if at.is_multiple_of(2) { Program::Sequential } else { Program::Random };
+        (features(&observe(hide, program, seed * 1_000 + at, 400)), at.is_multiple_of(2))
     };
     let (learned, judged): (Vec<_>, Vec<_>) =
         ((0..100).map(run).collect(), (100..200).map(run).collect());
