@@ -201,14 +201,6 @@ pub enum Error {
     /// The fault trace of a run cannot be used.
     #[error(transparent)]
     Trace(#[from] trace::TraceError),
-    /// The pages cannot be encrypted.
-    #[error("cannot {attempt}: {source}")]
-    Seal {
-        /// The attempted operation, as a phrase after "cannot".
-        attempt: &'static str,
-        /// Reason.
-        source: seal::Error,
-    },
     /// Connecting to the pool, or allocating shared memory for it, failed.
     #[error("cannot use the pool: {0}")]
     Pool(#[from] pool::Error),

@@ -15,8 +15,6 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-use seal::Sealer;
-
 use crate::advice::AdviceMap;
 use crate::assist::link::Link;
 use crate::awake::FaultTimes;
@@ -92,15 +90,14 @@ fn open_lease(config: &Config) -> Result<Option<Lease>, Error> {
     })
 }
 
-/// Returns a sealer with a key of this process. Without `--seal` it encrypts the overflow file, or
-/// the pool if that is a file too.
-fn open_sealing(config: &Config, must_seal: bool) -> Result<Sealing, Error> {
-    let sealer = Sealer::new(config.seal.unwrap_or_default())
-        .map_err(|source| Error::Seal { attempt: "make a key for the pages", source })?;
-    Ok(match config.seal {
-        None if !must_seal => Sealing::Overflow(Arc::new(sealer)),
-        _ => Sealing::All(Arc::new(sealer)),
-    })
+/// Returns the chunks that are encrypted: without `--seal` the overflow file, or the pool if that
+/// is a file too.
+fn sealing(config: &Config, must_seal: bool) -> Sealing {
+    let key = slots::Key::new(config.seal.unwrap_or_default());
+    match config.seal {
+        None if !must_seal => Sealing::Overflow(key),
+        _ => Sealing::All(key),
+    }
 }
 
 /// Attempted operation in the error that a limit of the address space causes.
@@ -311,9 +308,9 @@ impl Pager {
         let backing = Backing::new(transport, config.overflow_directory.clone(), inheritance);
         let pages = Pages::new(table, memory, backing, stats, sizes, fingerprints, policy)
             .with_paths(config.paths);
-        let sealing = open_sealing(config, pages.backing.must_seal())?;
         pages.stats.set(Counter::ProcessesSealing, config.seal.is_some().into());
-        let pages = pages.with_sealing(sealing);
+        let must_seal = pages.backing.must_seal();
+        let pages = pages.with_sealing(sealing(config, must_seal));
         let random = slots::kernel_random().map_err(system("get random numbers"))?;
         pages.slots().hide(config.hide, random);
         let pages = match lease {

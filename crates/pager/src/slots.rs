@@ -46,7 +46,7 @@ pub use compaction::Usage;
 use fill::Fill;
 use scatter::Scatter;
 pub use scatter::{Random, kernel_random};
-pub use seals::Sealing;
+pub use seals::{Key, Sealing};
 
 /// Index of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -257,7 +257,7 @@ impl Pager {
             Some(_) => std::mem::forget((server_calls, server_notices)),
             None => drop((server_calls, server_notices)),
         }
-        if let Some(sealer) = self.pages.sealing.sealer() {
+        if let Some(sealer) = self.pages.sealing.made() {
             // The page server opens the pages of a light child, and a promoted child makes a key.
             // SAFETY: this is the only thread of the child, and atfork handlers do not run within a
             // call to the sealer.

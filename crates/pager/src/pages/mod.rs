@@ -359,7 +359,7 @@ impl<M: Memory> Pages<M> {
             (slots.held(), slots.usage(), slots.table_bytes())
         };
         self.stats.raise(Counter::TableBytesPeak, tables + self.table.used_bytes());
-        if let Some(sealer) = self.sealing.sealer() {
+        if let Some(sealer) = self.sealing.made() {
             let seal::Statistics { seals, opens, .. } = sealer.statistics();
             self.stats.set(Counter::PagesSealed, seals);
             self.stats.set(Counter::PagesOpened, opens);

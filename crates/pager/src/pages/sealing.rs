@@ -24,7 +24,7 @@ impl<M: Memory> Pages<M> {
 
     /// Replaces a key of 24 hours. Called now and then.
     pub(super) fn age_key(&self) {
-        if let Some(sealer) = self.sealing.sealer() {
+        if let Some(sealer) = self.sealing.made() {
             // After an error the old key goes on, and the next call tries again.
             let _ = sealer.tick(Duration::from_nanos(self.memory.now_ns()));
         }
@@ -52,9 +52,8 @@ impl<M: Memory> Pages<M> {
             Source::Inherited(_) => self.backing.inherited_page(frame),
             Source::Place(_) => self.backing.frame(frame),
         };
-        let (Some(seal), Source::Place(place), Some(sealer)) =
-            (seal, source, self.sealing.sealer())
-        else {
+        let sealer = seal.and_then(|_| self.sealing.sealer());
+        let (Some(seal), Source::Place(place), Some(sealer)) = (seal, source, sealer) else {
             // SAFETY: by the caller; both have memory of a page.
             return unsafe { from.copy_to_nonoverlapping(to, PAGE_BYTES) };
         };
@@ -71,7 +70,7 @@ impl<M: Memory> Pages<M> {
     pub(crate) unsafe fn put_to_frame(&self, slot: SlotId, from: *const u8, frame: FrameId) {
         let to = self.backing.frame(frame);
         let is_sealed = self.slots().seal(slot).is_some();
-        let Some(sealer) = self.sealing.sealer().filter(|_| is_sealed) else {
+        let Some(sealer) = is_sealed.then(|| self.sealing.sealer()).flatten() else {
             // SAFETY: by the caller; both have memory of a page.
             return unsafe { from.copy_to_nonoverlapping(to, PAGE_BYTES) };
         };

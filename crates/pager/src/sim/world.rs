@@ -3,9 +3,8 @@
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
-use std::sync::Arc;
 
-use seal::{Cipher, Sealer};
+use seal::Cipher;
 
 use super::fiber::{self, Schedule, pause, spawn, trace, wait_until};
 use super::oracle::Oracle;
@@ -26,7 +25,7 @@ use crate::pages::{Hand, Pages, Sizes};
 use crate::policy::counted::{Calls, Counted};
 use crate::policy::{AnyPolicy, Name};
 use crate::shelf::{Use, holds_page};
-use crate::slots::{ChunkLocation, Place, Sealing, SlotId, Source, Usage};
+use crate::slots::{ChunkLocation, Key, Place, Sealing, SlotId, Source, Usage};
 use crate::stats::Stats;
 use crate::stream::Counters;
 use crate::sys::PAGE_BYTES;
@@ -137,10 +136,10 @@ impl World {
         let policy = AnyPolicy::Counted(Box::new(policy));
         let logic = Pages::new(table, memory, backing, stats, sizes, prints, policy)
             .with_paths(setup.paths);
-        let sealer = Arc::new(Sealer::new(Cipher::default()).expect("random numbers for the key"));
+        let key = Key::new(Cipher::default());
         let logic = logic.with_sealing(match setup.sealed {
-            true => Sealing::All(sealer),
-            false => Sealing::Overflow(sealer),
+            true => Sealing::All(key),
+            false => Sealing::Overflow(key),
         });
         let mut places = random(6);
         logic.slots().hide(setup.hide, Box::new(move || places.bits()));
