@@ -13,6 +13,7 @@ use pool::{
     Address, Endpoint, Error, Listen, Options, Pool, Remote, Scheme, Service, Settings, Token,
     schemes,
 };
+use scheme::info::AccessKind;
 use schemes::onesidedmw::Budget;
 
 fn settings() -> Settings {
@@ -37,8 +38,8 @@ fn options() -> Options {
 
 #[test]
 fn chunks_are_allocated_used_and_freed_over_the_wire() {
-    // Another test covers the scheme with access by pages.
-    let all = schemes::ALL.iter().filter(|scheme| **scheme != schemes::ODRP);
+    // Another test covers the schemes with access by pages.
+    let all = schemes::ALL.iter().filter(|scheme| scheme.access == AccessKind::OneSided);
     let places = all.map(|scheme| (*scheme, "127.0.0.1:0"));
     for (scheme, address) in places.chain([(schemes::ONESIDEDMW, "[::1]:0")]) {
         let (service, remote) = serve_by(scheme, address);
@@ -163,7 +164,7 @@ fn refused_access_breaks_nothing_else() {
 #[test]
 fn broken_access_qps_are_reestablished_in_every_scheme() {
     // A scheme with access by pages has no keys.
-    for scheme in schemes::ALL.iter().filter(|scheme| **scheme != schemes::ODRP) {
+    for scheme in schemes::ALL.iter().filter(|scheme| scheme.access == AccessKind::OneSided) {
         let (_service, remote) = serve_by(scheme, "127.0.0.1:0");
         let pool = Pool::connect_remote(&remote, options()).unwrap();
         let grant = pool.allocate_blocking().unwrap();
