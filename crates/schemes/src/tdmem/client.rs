@@ -326,12 +326,18 @@ impl<N: Nic> Client<N> {
         self.stored.memory().write(credit.slot().offset(PAGE_BYTES), content);
         let command = self.command(Operation::Store, remote)?;
         let purpose = Purpose::Store { name, before: before.state() };
-        self.execute(&credit, OpenCommand { command, purpose }).await?;
+        let result = self.execute(&credit, OpenCommand { command, purpose }).await;
         drop(credit);
-        match old.filter(|place| place.tier == Tier::Local) {
-            Some(place) => self.leave(place).await,
-            None => Ok(()),
+        let place = old.filter(|place| place.tier == Tier::Local);
+        match (result, place.zip(self.local.as_ref())) {
+            (Ok(()), Some((place, local))) => local.invalidate(place.page),
+            // All tiers are full, and a page that has memory stays writable.
+            (Err(Error::OutOfMemory { .. }), Some((place, local))) => {
+                local.overwrite(place.page, content);
+            }
+            (result, _) => return result,
         }
+        Ok(())
     }
 
     async fn load(&self, place: Place, into: &mut [u8]) -> Result<(), Error> {

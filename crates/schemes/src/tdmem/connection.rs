@@ -24,7 +24,7 @@ impl<N: Nic> Connection<N> {
     /// Ends all access. After that, no command of the compute node is executed any more, so that
     /// its pages can be freed, and its number can get a new user.
     pub fn shut_down(&mut self) -> Result<(), Error> {
-        self.management.qp.modify(QpChange::Reset)?;
+        self.management.qp.modify(QpChange::Error)?;
         self.access.shut_down()?;
         self.leaving = true;
         Ok(())

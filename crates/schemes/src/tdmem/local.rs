@@ -45,6 +45,11 @@ impl LocalTier {
         Some(page)
     }
 
+    /// Stores other content at the place of a stored page.
+    pub fn overwrite(&self, page: u32, content: &[u8]) {
+        self.memory.write(offset(page), content);
+    }
+
     /// Copies a stored page.
     pub fn load(&self, page: u32, into: &mut [u8]) {
         self.memory.read(offset(page), into);

@@ -1,7 +1,10 @@
 //! The engine without a NIC, then the memory node and the client on the inline NIC.
 
+mod client;
 mod engine;
+mod member;
 mod model;
+mod node;
 mod statistics;
 
 use std::collections::BTreeSet;
