@@ -52,7 +52,7 @@ mod translation;
 
 pub use client::Client;
 pub use node::Node;
-pub use options::{ClientOptions, Options, TierSizes};
+pub use options::{ClientOptions, Options, Region, TierSizes};
 
 use std::fmt;
 
