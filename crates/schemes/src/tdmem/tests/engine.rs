@@ -14,7 +14,7 @@ fn stored_page_is_loaded_by_its_owner_only() {
     assert_ne!(a, b);
     assert_eq!((bench.load(1, a), bench.load(2, b)), (Some([7; 4096]), Some([9; 4096])));
     assert_eq!((bench.load(1, b), bench.load(2, a), bench.load(3, a)), (None, None, None));
-    let mut someone = |tag| bench.engine.may_read(tag, a, 8) || bench.engine.may_write(tag, a, 8);
+    let someone = |tag| bench.engine.may_read(tag, a, 8) || bench.engine.may_write(tag, a, 8);
     for tag in [0, 1 << 16, 1 << 63, u64::MAX, 0x1_0001] {
         assert!(!someone(tag), "tag {tag:#x}");
     }
