@@ -20,7 +20,7 @@ use pool::{
 use rnic::nic::{SoftCq, SoftMr, SoftMw, SoftNic, SoftPd, SoftQp, SoftSrq};
 use verbs::{
     Access, Caps, CqAttr, DeviceInfo, DmaMemory, Error as VerbsError, Events, Guards, Nic, QpAttr,
-    Receive, ReceiveAttr, Rereg,
+    Receive, ReceiveAttr, RegionEngine, Rereg,
 };
 
 /// The verbs of the software NIC, without [`verbs::direct::DirectNic`].
@@ -93,6 +93,16 @@ impl Nic for PlainNic {
     ) -> Result<Vec<SoftMw>, VerbsError> {
         let Guards { region, mask, words } = *guards;
         self.0.alloc_guarded_mws(pd, &Guards { region, mask, words })
+    }
+
+    fn reg_engine_mr(
+        &self,
+        pd: &SoftPd,
+        memory: &DmaMemory,
+        access: Access,
+        engine: Box<dyn RegionEngine>,
+    ) -> Result<SoftMr, VerbsError> {
+        self.0.reg_engine_mr(pd, memory, access, engine)
     }
 
     fn create_cq(&self, attr: CqAttr) -> Result<SoftCq, VerbsError> {

@@ -70,6 +70,12 @@ pub enum Error {
         /// Kind of its users.
         by: &'static str,
     },
+    /// The region has an engine, so it cannot be changed.
+    #[error(
+        "key index {0} is that of a region behind an engine, which cannot be changed; deregister \
+         it and register another region"
+    )]
+    HasEngine(KeyIndex),
     /// A limit of the function or of the NIC is reached.
     #[error("no more {what}: the limit is {limit}; free some or raise the limit")]
     Limit {

@@ -20,6 +20,7 @@ mod needs;
 pub mod nic;
 pub mod port;
 pub mod protection;
+mod region_engines;
 pub mod spec;
 mod table;
 pub mod wire;

@@ -16,16 +16,18 @@
 //! - The tag changes with every bind and every reuse of an index, so older keys are invalid.
 //! - The guard word of a guarded window lies in a region, which also counts the window (see
 //!   `guard`).
+//! - A region with an engine has no windows (see `region_engines`).
 //! - A host pointer leaves this module only as a `Span` that passed a check, valid for one step.
 
 use crate::dma::Span;
 use crate::error::{Error, Object};
 use crate::guard::{Guard, Guards};
+use crate::region_engines::{EngineAccess, RegionEngines};
 use crate::spec::{GuardSpec, RegionChange};
 use std::collections::VecDeque;
 use verbs::direct::{KeyInfo, KeyKind};
 use verbs::wqe::umr::{self, Umr, UmrFlags};
-use verbs::{Access, DmaMemory, FunctionId, Key, KeyIndex, MwKind, Pdn, Qpn};
+use verbs::{Access, DmaMemory, FunctionId, Key, KeyIndex, MwKind, Pdn, Qpn, RegionEngine};
 
 /// Reason why a key did not allow an access or an operation. The value is the CQE's vendor error.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error)]
@@ -71,6 +73,9 @@ pub enum Refusal {
     /// The guard word does not admit the QP.
     #[error("the window's guard word does not admit the QP")]
     Guard = 13,
+    /// The region's engine does not allow the access.
+    #[error("the region's engine does not allow the access")]
+    Engine = 14,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -90,6 +95,8 @@ enum AllowedQps {
     All,
     /// The QPs that the guard word admits (guarded type-1 windows).
     Guarded,
+    /// The QPs that the engine allows the access (regions with an engine).
+    Engine,
 }
 
 /// Fields of a key that the data path reads.
@@ -157,6 +164,7 @@ pub(crate) struct KeyTable {
     entries: Vec<Entry>,
     owners: Vec<Owner>,
     guards: Guards,
+    engines: RegionEngines,
     free: VecDeque<u32>,
     max: u32,
     /// Counts of bound windows, hashed by the low bits of the QP number that the windows are bound
@@ -209,6 +217,7 @@ impl KeyTable {
             entries: vec![Entry::UNUSED; FIRST_INDEX as usize],
             owners: (0..FIRST_INDEX).map(|_| unused()).collect(),
             guards: Guards::default(),
+            engines: RegionEngines::default(),
             free: VecDeque::new(),
             max: max.min(KeyIndex::MAX - FIRST_INDEX),
             bound_counts: vec![0; BOUND_COUNTS],
@@ -251,9 +260,9 @@ impl KeyTable {
         e.range(addr, len)
     }
 
-    /// Checks an access by the peer of the QP `by`. The key may be a region's, a bound type-1
-    /// window's whose guard (if any) admits the QP, or that of a type-2 window bound to this QP
-    /// (IBTA vol. 1, §10.6).
+    /// Checks an access by the peer of the QP `by`. The key may be that of a region whose engine
+    /// (if any) allows the access, of a bound type-1 window whose guard (if any) admits the QP, or
+    /// of a type-2 window bound to this QP (IBTA vol. 1, §10.6).
     #[inline]
     pub fn remote(
         &self,
@@ -273,10 +282,41 @@ impl KeyTable {
             return Err(Refusal::Rights);
         }
         let span = e.range(addr, len)?;
-        if e.admits == AllowedQps::Guarded && !self.guards.admits(key.index(), by.tag) {
-            return Err(Refusal::Guard);
+        match e.admits {
+            AllowedQps::OneQp | AllowedQps::All => Ok(span),
+            AllowedQps::Guarded if self.guards.admits(key.index(), by.tag) => Ok(span),
+            AllowedQps::Guarded => Err(Refusal::Guard),
+            AllowedQps::Engine => {
+                let access = EngineAccess { tag: by.tag, offset: addr.wrapping_sub(e.start), len };
+                self.ask_engine(key, need, access).map(|()| span)
+            }
         }
-        Ok(span)
+    }
+
+    /// Asks the engine of the region `key`. Not inlined, so that the check of other keys stays
+    /// short.
+    #[inline(never)]
+    fn ask_engine(&self, key: Key, need: Access, access: EngineAccess) -> Result<(), Refusal> {
+        match self.engines.allows(key.index(), need, access) {
+            true => Ok(()),
+            false => Err(Refusal::Engine),
+        }
+    }
+
+    /// Returns whether any region has an engine.
+    #[inline]
+    pub fn has_engines(&self) -> bool {
+        !self.engines.is_empty()
+    }
+
+    /// Tells the engine of the region `key` that a WRITE of `len` bytes at `addr` through a QP with
+    /// `tag` has ended. Returns false if the region has no engine. The caller has checked the WRITE
+    /// in the same step.
+    pub fn write_ended(&mut self, key: Key, addr: u64, len: u64, tag: u64) -> bool {
+        let found = self.entries.get(key.index().index());
+        let Some(e) = found.filter(|e| e.admits == AllowedQps::Engine) else { return false };
+        let offset = addr.wrapping_sub(e.start);
+        self.engines.written(key.index(), EngineAccess { tag, offset, len })
     }
 
     /// Zeroes `target` by returning its pages to the kernel, if the region `key` is thin memory
@@ -359,7 +399,8 @@ impl KeyTable {
         }
         let region = self.entry(u.klm.lkey, by.pd).map_err(|_| Refusal::Region)?;
         let writes = Access(new.access.0 & WRITING.0) != Access::NONE;
-        if region.kind != Kind::Region || writes && !region.access.allows(Access::LOCAL_WRITE) {
+        let allows_bind = region.kind == Kind::Region && region.admits != AllowedQps::Engine;
+        if !allows_bind || writes && !region.access.allows(Access::LOCAL_WRITE) {
             return Err(Refusal::Region);
         }
         new.span = region.range(u.klm.addr, len).map_err(|_| Refusal::Region)?;
@@ -457,6 +498,21 @@ impl KeyTable {
         self.allocate(entry, Owner { function, memory: Some(memory) })
     }
 
+    /// Registers a region with an engine; its first byte has address 0.
+    pub fn register_with_engine(
+        &mut self,
+        function: FunctionId,
+        pd: Pdn,
+        memory: DmaMemory,
+        access: Access,
+        engine: Box<dyn RegionEngine>,
+    ) -> Result<Key, Error> {
+        let key = self.register(function, pd, memory, 0, access)?;
+        self.entries[key.index().index()].admits = AllowedQps::Engine;
+        self.engines.set(key.index(), engine);
+        Ok(key)
+    }
+
     pub fn allocate_window(
         &mut self,
         function: FunctionId,
@@ -521,6 +577,15 @@ impl KeyTable {
         Ok((e.pd, e.span.len()))
     }
 
+    /// Returns like [`KeyTable::region`], for a region that can be changed: one without an engine.
+    pub fn changeable_region(&self, function: FunctionId, key: Key) -> Result<(Pdn, u64), Error> {
+        let found = self.region(function, key)?;
+        match self.entries[key.index().index()].admits {
+            AllowedQps::Engine => Err(Error::HasEngine(key.index())),
+            _ => Ok(found),
+        }
+    }
+
     /// Destroys a region; returns its PD and length.
     pub fn deregister(&mut self, function: FunctionId, key: Key) -> Result<(Pdn, u64), Error> {
         let what = self.region(function, key)?;
@@ -528,7 +593,7 @@ impl KeyTable {
         Ok(what)
     }
 
-    /// Changes a region that passed [`KeyTable::region`]; returns its new key.
+    /// Changes a region that passed [`KeyTable::changeable_region`]; returns its new key.
     pub fn reregister(&mut self, key: Key, to: RegionChange) -> Key {
         let index = key.index();
         let e = &mut self.entries[index.index()];
@@ -562,6 +627,9 @@ impl KeyTable {
                 "the region of a guard word exists"
             );
             region.link -= 1;
+        }
+        if self.has_engines() {
+            self.engines.remove(index);
         }
         let tag = self.entries[index.index()].tag;
         self.entries[index.index()] = Entry { tag, ..Entry::UNUSED };
@@ -601,11 +669,13 @@ impl KeyTable {
         e.admits != AllowedQps::Guarded || self.guards.admits(index, tag)
     }
 
-    /// Returns the keys that give access to any of the `len` bytes from `start`.
+    /// Returns the keys that give access to any of the `len` bytes from `start`. Regions with an
+    /// engine are left out, because only the engine knows which accesses it allows.
     pub fn keys_over(&self, start: u64, len: u64) -> Vec<KeyRange> {
         let end = start.saturating_add(len);
         let range = |(at, e): (usize, &Entry)| {
-            let opens = matches!(e.kind, Kind::Bound | Kind::Region);
+            let opens =
+                matches!(e.kind, Kind::Bound | Kind::Region) && e.admits != AllowedQps::Engine;
             let first = self.owners_address(e);
             let meets = first < end && start < first.saturating_add(e.span.len());
             (opens && meets).then(|| KeyRange {

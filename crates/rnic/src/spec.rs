@@ -1,7 +1,7 @@
 //! Arguments and results of the engine's control verbs.
 
 use verbs::direct::Progress;
-use verbs::{Access, AsyncEvent, Cqn, DmaMemory, FunctionId, Key, Pdn, QpInfo, Srqn};
+use verbs::{Access, AsyncEvent, Cqn, DmaMemory, FunctionId, Key, Pdn, QpInfo, RegionEngine, Srqn};
 
 /// The guard of a type-1 window: a word of memory that the NIC reads at every access through the
 /// window. The access is allowed only while `(word ^ (value | the QP's tag)) & mask == 0`. A
@@ -120,6 +120,18 @@ pub struct QpDescription {
     /// one.
     #[serde(flatten)]
     pub progress: Progress,
+}
+
+/// Parameters of a memory region with an engine ([`crate::Engine::reg_engine_mr`]).
+pub struct EngineRegion {
+    /// Its protection domain.
+    pub pd: Pdn,
+    /// Its memory.
+    pub memory: DmaMemory,
+    /// The operations that the key allows, besides the engine's own checks.
+    pub access: Access,
+    /// The engine.
+    pub engine: Box<dyn RegionEngine>,
 }
 
 /// Changes to a memory region ([`crate::Engine::rereg_mr`]).

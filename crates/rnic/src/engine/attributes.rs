@@ -49,8 +49,8 @@ impl Engine {
     // --- keys ----------------------------------------------------------------------------------
 
     /// Changes a region (IBTA vol. 1, chapter 11, "reregister memory region") and returns its new
-    /// key. The old key is invalid from now on. Rejected while windows are bound to the region. As
-    /// with [`Engine::reg_mr`], local read is always granted.
+    /// key. The old key is invalid from now on. Rejected while windows are bound to the region, and
+    /// if the region has an engine. As with [`Engine::reg_mr`], local read is always granted.
     pub fn rereg_mr(&mut self, f: FunctionId, key: Key, to: RegionChange) -> Result<Key, Error> {
         if let Some(pd) = to.pd {
             self.core.owners.pd(f, pd)?;
@@ -59,7 +59,7 @@ impl Engine {
             check_region(memory, *iova)?;
         }
         let namespace = self.core.owners.function(f)?.namespace;
-        let (old_pd, old_len) = self.core.keys[namespace].region(f, key)?;
+        let (old_pd, old_len) = self.core.keys[namespace].changeable_region(f, key)?;
         let new_len = to.memory.as_ref().map_or(old_len, |(m, _)| m.len() as u64);
         let function = self.core.owners.function(f)?;
         let bytes = (function.used.registered_bytes - old_len).saturating_add(new_len);

@@ -12,9 +12,9 @@ use super::qp_list::{InList, Links};
 use crate::engine::qp::{Peer, Qp};
 use crate::engine::queue::{CompletionQueue, RecvQueue, SendQueue};
 use crate::error::{Error, Object};
-use crate::key_namespaces::KeyNamespaces;
+use crate::key_namespaces::{KeyNamespaces, Namespace};
 use crate::limits::FunctionLimits;
-use crate::spec::{CqSpec, GuardSpec, QpSpec, Recv, RecvSpec};
+use crate::spec::{CqSpec, EngineRegion, GuardSpec, QpSpec, Recv, RecvSpec};
 use std::collections::HashSet;
 use verbs::{Access, Cqn, DmaMemory, FunctionId, Key, MwKind, Pdn, QpState, Qpn, Srqn};
 
@@ -130,22 +130,46 @@ impl Engine {
         iova: u64,
         access: Access,
     ) -> Result<Key, Error> {
-        self.core.owners.pd(f, pd)?;
-        check_region(&mem, iova)?;
-        let len = mem.len() as u64;
-        let function = self.core.owners.function(f)?;
-        let bytes = function.used.registered_bytes.saturating_add(len);
-        if bytes > function.limits.registered_bytes {
-            let limit = function.limits.registered_bytes;
-            return Err(Error::Limit { what: "registered bytes of the function", limit });
-        }
-        check_limit("keys of the function", function.used.keys, function.limits.keys)?;
-        let namespace = function.namespace;
+        let (namespace, bytes) = self.room_for_region(f, pd, &mem, iova)?;
         let access = access | Access::LOCAL_READ;
         let key = self.core.keys[namespace].register(f, pd, mem, iova, access)?;
         self.core.owners.function(f)?.used.registered_bytes = bytes;
         self.core.owners.key_made(f, pd, key);
         Ok(key)
+    }
+
+    /// Registers memory behind an engine, which is dropped with the region or on an error. The
+    /// first byte has address 0. Peers reach the region by READ and WRITE only. The region cannot
+    /// be changed, and no window can be bound to it. Otherwise as [`Engine::reg_mr`].
+    pub fn reg_engine_mr(&mut self, f: FunctionId, region: EngineRegion) -> Result<Key, Error> {
+        let EngineRegion { pd, memory, access, engine } = region;
+        let (namespace, bytes) = self.room_for_region(f, pd, &memory, 0)?;
+        let (keys, access) = (&mut self.core.keys[namespace], access | Access::LOCAL_READ);
+        let key = keys.register_with_engine(f, pd, memory, access, engine)?;
+        self.core.owners.function(f)?.used.registered_bytes = bytes;
+        self.core.owners.key_made(f, pd, key);
+        Ok(key)
+    }
+
+    /// Checks that `f` may register `mem`. Returns its key namespace, and its registered bytes
+    /// including `mem`.
+    fn room_for_region(
+        &mut self,
+        f: FunctionId,
+        pd: Pdn,
+        mem: &DmaMemory,
+        iova: u64,
+    ) -> Result<(Namespace, u64), Error> {
+        self.core.owners.pd(f, pd)?;
+        check_region(mem, iova)?;
+        let function = self.core.owners.function(f)?;
+        let bytes = function.used.registered_bytes.saturating_add(mem.len() as u64);
+        if bytes > function.limits.registered_bytes {
+            let limit = function.limits.registered_bytes;
+            return Err(Error::Limit { what: "registered bytes of the function", limit });
+        }
+        check_limit("keys of the function", function.used.keys, function.limits.keys)?;
+        Ok((function.namespace, bytes))
     }
 
     /// Destroys a region. Rejected while windows are bound to it.

@@ -167,6 +167,8 @@ impl Core {
             if done < len {
                 return Ok(Progress::Part(done));
             }
+            // Here, because a WQE that then waits for a receive WQE is executed again.
+            self.write_ended(&peer, to, len);
         }
         match imm {
             None => Ok(Progress::Done(len)),

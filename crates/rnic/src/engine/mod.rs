@@ -160,7 +160,7 @@ impl Engine {
     }
 
     /// Appends every QP and key through which any of the `len` bytes from `start` can be accessed
-    /// now.
+    /// now. Regions with an engine are left out: the engine decides over each access.
     pub fn reachability(&self, start: u64, len: u64, into: &mut Vec<Reachability>) {
         self.core.reachability(start, len, into);
     }

@@ -3,7 +3,7 @@
 //! Both kinds of requester use [`Core::admit`], [`Core::receive`] and their parts: a QP of this NIC
 //! within the step of its WQE, a QP of another NIC through packets (`remote/`).
 
-use super::core::Core;
+use super::core::{Core, ENGINE_WORK};
 use super::local_wqe::{Fault, LocalWqe};
 use crate::dma::{Span, copy_lists};
 use crate::engine::qp::{Peer, Qp};
@@ -137,6 +137,16 @@ impl Core {
     pub fn refuse(&mut self, to: &RemoteAccess, syndrome: Syndrome) -> Fault {
         self.enter_error_rejecting(to.qpn, syndrome);
         syndrome.into()
+    }
+
+    /// Tells the engine of the region at `at`, if the region has one, that the requester's WRITE of
+    /// `len` bytes has ended. Called in the step that has checked and stored the last bytes.
+    #[inline]
+    pub fn write_ended(&mut self, to: &RemoteAccess, at: verbs::wqe::Remote, len: u64) {
+        let keys = &mut self.keys[to.namespace];
+        if keys.has_engines() && len > 0 && keys.write_ended(at.rkey, at.addr, len, to.tag) {
+            self.work += ENGINE_WORK;
+        }
     }
 
     /// Returns whether the responder has a receive WQE.

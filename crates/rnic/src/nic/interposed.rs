@@ -12,7 +12,7 @@ use verbs::direct::{DirectNic, DirectQp, KeyInfo, Managed, Progress, Ring};
 use verbs::{
     Access, Caps, Completion, CompletionQueue, CqAttr, Cqn, DeviceInfo, DmaMemory, Error, Events,
     Feature, Guards, Key, MemoryRegion, Nic, QpAttr, QpChange, QpInfo, Qpn, QueuePair, Receive,
-    ReceiveAttr, ReceiveQueue, ReceiveRequest, Rereg, SrqInfo, WorkRequest, Zeros,
+    ReceiveAttr, ReceiveQueue, ReceiveRequest, RegionEngine, Rereg, SrqInfo, WorkRequest, Zeros,
 };
 
 use crate::nic::{SoftCq, SoftMr, SoftMw, SoftNic, SoftPd, SoftQp, SoftSrq};
@@ -22,7 +22,7 @@ use crate::nic::{SoftCq, SoftMr, SoftMw, SoftNic, SoftPd, SoftQp, SoftSrq};
 pub enum Call {
     /// `alloc_dma`, `alloc_pd`, or the creation of a queue.
     Create,
-    /// `reg_mr` of this number of bytes.
+    /// `reg_mr` or `reg_engine_mr` of this number of bytes.
     RegMr(u64),
     /// `alloc_mws` of this number of windows.
     AllocMws(u64),
@@ -101,7 +101,8 @@ pub trait Hooks: Clone + Send + Sync + 'static {
 
 /// Features of the software NIC that work with hooks. Solicited events are missing, because the
 /// hooks do the waiting and do not distinguish solicited completions.
-const FEATURES: [Feature; 10] = [
+const FEATURES: [Feature; 11] = [
+    Feature::RegionEngines,
     Feature::Type1Windows,
     Feature::Type2Windows,
     Feature::GuardedWindows,
@@ -171,6 +172,21 @@ impl<H: Hooks> InterposedNic<H> {
     /// Returns the wrapped NIC.
     pub fn inner(&self) -> &SoftNic {
         &self.inner
+    }
+
+    /// Registers `memory` with `make`.
+    fn register(
+        &self,
+        memory: &DmaMemory,
+        make: impl FnOnce() -> Result<SoftMr, Error>,
+    ) -> Result<InterposedMr<H>, Error> {
+        let bytes = memory.len() as u64;
+        self.hooks.before(Call::RegMr(bytes));
+        self.hooks.making(false, || {
+            let inner = make()?;
+            let dereg = Dereg { hooks: self.hooks.clone(), bytes };
+            Ok(InterposedMr { inner, dereg: std::sync::Arc::new(dereg) })
+        })
     }
 
     fn soft<'a>(attr: &'a QpAttr<'_, Self>) -> QpAttr<'a, SoftNic> {
@@ -263,13 +279,17 @@ impl<H: Hooks> Nic for InterposedNic<H> {
         iova: u64,
         access: Access,
     ) -> Result<Self::Mr, Error> {
-        let bytes = memory.len() as u64;
-        self.hooks.before(Call::RegMr(bytes));
-        self.hooks.making(false, || {
-            let inner = self.inner.reg_mr_iova(pd, memory, iova, access)?;
-            let dereg = Dereg { hooks: self.hooks.clone(), bytes };
-            Ok(InterposedMr { inner, dereg: std::sync::Arc::new(dereg) })
-        })
+        self.register(memory, || self.inner.reg_mr_iova(pd, memory, iova, access))
+    }
+
+    fn reg_engine_mr(
+        &self,
+        pd: &SoftPd,
+        memory: &DmaMemory,
+        access: Access,
+        engine: Box<dyn RegionEngine>,
+    ) -> Result<Self::Mr, Error> {
+        self.register(memory, || self.inner.reg_engine_mr(pd, memory, access, engine))
     }
 
     fn rereg_mr(&self, mr: Self::Mr, change: Rereg<'_, Self>) -> Result<Self::Mr, Error> {

@@ -28,7 +28,8 @@ use std::time::{Duration, Instant};
 use verbs::direct::{DirectNic, KeyInfo, Managed};
 use verbs::{
     Access, Caps, CompletionQueue, CqAttr, DeviceInfo, DmaMemory, Error, Events, Feature, Guards,
-    Key, MemoryRegion, MemoryWindow, MwKind, Nic, Pdn, QpAttr, ReceiveAttr, Rereg, SessionSecret,
+    Key, MemoryRegion, MemoryWindow, MwKind, Nic, Pdn, QpAttr, ReceiveAttr, RegionEngine, Rereg,
+    SessionSecret,
 };
 
 use crate::limits::Limits;
@@ -36,6 +37,7 @@ use crate::port::control::{GUARDED_MWS_MAX, MWS_MAX, Reply, Verb};
 use crate::port::inline::InlineNic;
 use crate::port::roce::RoceSocket;
 use crate::port::{Error as PortError, Function, shm};
+use crate::spec::EngineRegion;
 
 pub use cq::SoftCq;
 pub use qp::{SoftQp, SoftSrq};
@@ -45,8 +47,10 @@ const MAX_QUEUE: u32 = 1 << 15;
 /// Maximum entries of a CQ or of a receive queue that is not managed.
 const MAX_ENTRIES: u32 = 1 << 21;
 
-/// Optional features of the software NIC.
-const FEATURES: [Feature; 11] = [
+/// Optional features of the software NIC. The first is missing where the NIC runs in another
+/// process: an engine is code of the NIC's process.
+static FEATURES: [Feature; 12] = [
+    Feature::RegionEngines,
     Feature::Type1Windows,
     Feature::Type2Windows,
     Feature::GuardedWindows,
@@ -201,7 +205,7 @@ impl Nic for SoftNic {
             max_sges: work::MAX_SGES as u32,
             max_inline: work::MAX_INLINE as u32,
             max_queue: MAX_QUEUE,
-            features: &FEATURES,
+            features: if self.function.is_local() { &FEATURES } else { &FEATURES[1..] },
         }
     }
 
@@ -339,6 +343,27 @@ impl Nic for SoftNic {
             windows.extend(pd.windows(keys, MwKind::Type1, Some(guards.region))?);
         }
         Ok(windows)
+    }
+
+    fn reg_engine_mr(
+        &self,
+        pd: &SoftPd,
+        memory: &DmaMemory,
+        access: Access,
+        engine: Box<dyn RegionEngine>,
+    ) -> Result<SoftMr, Error> {
+        if !self.caps().has(Feature::RegionEngines) {
+            return Err(Error::Unsupported {
+                attempt: "registering a region behind an engine".into(),
+                why: "the NIC runs in another process, and an engine is code of that process; \
+                      register the region there"
+                    .into(),
+            });
+        }
+        let (pd, memory) = (pd.clone(), memory.clone());
+        let region = EngineRegion { pd: pd.number(), memory: memory.clone(), access, engine };
+        let key = self.function.reg_engine_mr(region).map_err(refused("reg_engine_mr"))?;
+        Ok(SoftMr(Arc::new(MrInner { pd, key, memory, iova: 0 })))
     }
 
     fn create_cq(&self, attr: CqAttr) -> Result<SoftCq, Error> {
@@ -495,12 +520,17 @@ impl Drop for MwInner {
 
 /// Executes a verb and puts the verb's name into an error.
 fn call(function: &Function, verb: &'static str, what: Verb<DmaMemory>) -> Result<Reply, Error> {
-    function.execute(what).map_err(|e| match e {
+    function.execute(what).map_err(refused(verb))
+}
+
+/// Converts a port's error into an error of `verb`.
+fn refused(verb: &'static str) -> impl Fn(PortError) -> Error {
+    move |e| match e {
         PortError::Verb(e) => Error::Refused { verb, why: e.to_string() },
         PortError::Refused { why } => Error::Refused { verb, why },
         e @ PortError::NotDma { .. } => Error::Refused { verb, why: e.to_string() },
         e => system(verb)(e),
-    })
+    }
 }
 
 /// Converts a port's error into an error of `attempt`.

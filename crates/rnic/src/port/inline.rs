@@ -16,8 +16,8 @@ use super::error::Error;
 use super::events::EventWord;
 use crate::engine::Engine;
 use crate::limits::{FunctionLimits, Limits};
-use crate::spec::Stats;
-use verbs::{DmaMemory, FunctionId, Qpn};
+use crate::spec::{EngineRegion, Stats};
+use verbs::{DmaMemory, FunctionId, Key, Qpn};
 
 /// WQEs that the engine executes between two deliveries of its events.
 const BUDGET: usize = 256;
@@ -157,6 +157,11 @@ impl InlineFunction {
         // A verb may unblock or flush queues.
         self.nic.run(&mut core);
         Ok(reply)
+    }
+
+    /// Registers a region with an engine.
+    pub fn reg_engine_mr(&self, region: EngineRegion) -> Result<Key, Error> {
+        Ok(self.nic.core.lock().engine.reg_engine_mr(self.id, region)?)
     }
 
     /// Allocates `bytes` of zeroed memory, rounded up to pages (except for a stepped NIC).

@@ -33,7 +33,8 @@ pub use events::EventWord;
 use self::control::{Reply, Verb};
 use self::inline::InlineFunction;
 use self::shm::{Attached, BorrowedFunction, LocalFunction, MappedDoorbell};
-use verbs::{DmaMemory, Qpn};
+use crate::spec::EngineRegion;
+use verbs::{DmaMemory, Key, Qpn};
 
 /// A process's handle on a NIC.
 #[derive(Clone)]
@@ -78,6 +79,25 @@ impl Function {
             Function::Inline(f) => f.execute(verb),
             Function::Local(f) => f.execute(verb),
             Function::Attached(f) => f.execute(verb),
+            Function::Borrowed(f) => f.refuse(),
+        }
+    }
+
+    /// Returns whether the NIC runs in this process and the function has control verbs.
+    pub fn is_local(&self) -> bool {
+        matches!(self, Function::Inline(_) | Function::Local(_))
+    }
+
+    /// Registers a region with an engine. Only a function of the NIC's own process can
+    /// ([`Function::is_local`]), because the engine is code of that process.
+    pub fn reg_engine_mr(&self, region: EngineRegion) -> Result<Key, Error> {
+        match self {
+            Function::Inline(f) => f.reg_engine_mr(region),
+            Function::Local(f) => f.reg_engine_mr(region),
+            Function::Attached(_) => {
+                let why = "only the process that runs the NIC can register regions with engines";
+                Err(Error::Refused { why: why.to_string() })
+            }
             Function::Borrowed(f) => f.refuse(),
         }
     }

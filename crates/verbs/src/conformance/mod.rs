@@ -16,6 +16,7 @@
 
 mod atomics;
 mod cqs;
+mod engines;
 mod errors;
 mod objects;
 mod pair;
@@ -91,6 +92,8 @@ pub enum Body<B: Bench> {
     Always(fn(&B)),
     /// Runs on NICs with the feature.
     With(Feature, fn(&B)),
+    /// Runs if the server's NIC has the feature.
+    AtServer(Feature, fn(&B)),
     /// Never runs, because no verb exists for it; the text is the reason.
     Never(&'static str),
 }
@@ -119,6 +122,7 @@ pub fn cases<B: Bench>() -> Vec<Case<B>> {
     let parts = [
         objects::cases(),
         windows::cases(),
+        engines::cases(),
         atomics::cases(),
         traffic::cases(),
         cqs::cases(),
@@ -132,33 +136,38 @@ pub fn cases<B: Bench>() -> Vec<Case<B>> {
 /// Runs every case that the NICs of `bench` support. Panics at the first failure, after printing
 /// the name of the case to standard error.
 pub fn run<B: Bench>(bench: &B) -> Report {
+    let both = [bench.client(), bench.server()];
     let mut report = Report::default();
     for case in cases::<B>() {
-        let program = match case.body {
-            Body::Always(program) => program,
-            Body::With(feature, program) => {
-                let both = [bench.client(), bench.server()];
-                let name = match both.iter().find(|nic| !nic.caps().has(feature)) {
-                    Some(nic) => Some(nic.caps().name),
-                    None => bench.connection_lacks().contains(&feature).then_some("the connection"),
-                };
-                if let Some(name) = name {
-                    report.skipped.push((case.name, format!("{name} lacks {feature:?}")));
-                    continue;
-                }
-                program
-            }
+        let (program, lacks) = match case.body {
+            Body::Always(program) => (program, None),
+            Body::With(feature, program) => (program, lacks(bench, &both, feature)),
+            Body::AtServer(feature, program) => (program, lacks(bench, &both[1..], feature)),
             Body::Never(why) => {
                 report.skipped.push((case.name, why.to_string()));
                 continue;
             }
         };
+        if let Some(why) = lacks {
+            report.skipped.push((case.name, why));
+            continue;
+        }
         let running = Running { name: case.name };
         program(bench);
         drop(running);
         report.passed.push(case.name);
     }
     report
+}
+
+/// Returns which of `nics`, or the connection between them, lacks `feature`.
+fn lacks<B: Bench>(bench: &B, nics: &[&B::Nic], feature: Feature) -> Option<String> {
+    let name = match nics.iter().find(|nic| !nic.caps().has(feature)) {
+        Some(nic) => nic.caps().name,
+        None if bench.connection_lacks().contains(&feature) => "the connection",
+        None => return None,
+    };
+    Some(format!("{name} lacks {feature:?}"))
 }
 
 /// Prints the name of the case if it panics.
@@ -191,6 +200,11 @@ fn with<B: Bench>(
     program: fn(&B),
 ) -> Case<B> {
     Case { name, mirrors, body: Body::With(feature, program) }
+}
+
+/// Creates a case that needs a feature of the server's NIC.
+fn at_server<B: Bench>(feature: Feature, name: &'static str, program: fn(&B)) -> Case<B> {
+    Case { name, mirrors: &[], body: Body::AtServer(feature, program) }
 }
 
 /// Creates a case for which no verb exists.

@@ -304,7 +304,7 @@ fn type_2_not_rebound<B: Bench>(bench: &B) {
 }
 
 /// Creates another connection between the same two ends.
-fn second_connection<B: Bench>(
+pub(super) fn second_connection<B: Bench>(
     bench: &B,
     p: &Pair<'_, B>,
 ) -> (<B::Nic as Nic>::Qp, <B::Nic as Nic>::Qp) {

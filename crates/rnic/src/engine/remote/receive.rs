@@ -330,6 +330,8 @@ impl Core {
             return Ok(Verdict::Done { packets: 1, ends: false });
         }
         connection.responder.message = Message::None;
+        let start = at.addr.wrapping_add(bytes as u64).wrapping_sub(len as u64);
+        self.write_ended(to, Remote { addr: start, rkey: at.rkey }, len as u64);
         if let Some(imm) = imm {
             let message = respond::Message::WriteImm { imm, len: len as u64 };
             self.receive_whole(to, message, packet.solicited)?;

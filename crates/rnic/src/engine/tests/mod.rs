@@ -6,6 +6,7 @@ pub(crate) mod bed;
 mod chains;
 mod control;
 mod data;
+mod engines;
 mod errors;
 mod fairness;
 mod foreign;

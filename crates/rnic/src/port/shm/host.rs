@@ -25,10 +25,10 @@ use super::driver::EngineDriver;
 use super::nic_thread::{NicThread, Shared, eventfd, watch};
 use super::page::{ASLEEP_RNR, doorbells_in, page_bytes};
 use crate::limits::{FunctionLimits, Limits, WireLimits};
-use crate::spec::Stats;
+use crate::spec::{EngineRegion, Stats};
 use crate::wire::WireStats;
 use units::scheduling::Granted;
-use verbs::{DmaMemory, FunctionId};
+use verbs::{DmaMemory, FunctionId, Key};
 
 /// Doorbells of the physical function: one for each queue pair with an unmanaged send queue.
 const PHYSICAL_DOORBELLS: u32 = 16 << 10;
@@ -447,6 +447,12 @@ impl LocalFunction {
     pub fn execute(&self, verb: Verb<DmaMemory>) -> Result<Reply, Error> {
         let id = self.id;
         self.host.call(move |nic| nic.execute(id, verb))?
+    }
+
+    /// Registers a region with an engine, which the thread that runs the NIC calls.
+    pub fn reg_engine_mr(&self, region: EngineRegion) -> Result<Key, Error> {
+        let id = self.id;
+        Ok(self.host.call(move |nic| nic.core.engine.reg_engine_mr(id, region))??)
     }
 
     /// Allocates [`DmaMemory::thin`] memory, as a file after [`Host::make_thin_files`].

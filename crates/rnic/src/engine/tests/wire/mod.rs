@@ -2,6 +2,7 @@
 
 mod counts;
 mod data;
+mod engines;
 mod errors;
 mod forged;
 mod injected;

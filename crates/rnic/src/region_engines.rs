@@ -1,0 +1,80 @@
+//! Engines behind memory regions: logic that decides over each access of a peer, and acts after
+//! each WRITE of a peer.
+//!
+//! ```text
+//!   peer's request ──> key, PD, rights, range ──> may_read, may_write ──> bytes moved
+//!                      (once per step or packet)                             │ the WRITE has ended
+//!                                                                            v
+//!                                                                         written
+//! ```
+//!
+//! The owner of a region chooses its engine when it registers the region. Accesses through the
+//! region's lkey do not pass the engine. No hardware has engines.
+//!
+//! Invariants:
+//! - A region keeps its engine from registration to deregistration, and has no windows.
+//! - The engine is called only in the step that executes the access.
+
+use verbs::{Access, KeyIndex, RegionEngine};
+
+/// Bytes of a region that a peer accesses, as its engine sees them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct EngineAccess {
+    /// The tag of the QP through which the peer accesses the region.
+    pub tag: u64,
+    /// Offset of the first byte in the region.
+    pub offset: u64,
+    pub len: u64,
+}
+
+/// Engines of all regions, by key index. Kept apart from the key table, so that its entries stay
+/// small.
+#[derive(Default)]
+pub(crate) struct RegionEngines(Vec<Option<Box<dyn RegionEngine>>>);
+
+impl RegionEngines {
+    /// Sets the engine of the region at `index`.
+    pub fn set(&mut self, index: KeyIndex, engine: Box<dyn RegionEngine>) {
+        if self.0.len() <= index.index() {
+            self.0.resize_with(index.index() + 1, || None);
+        }
+        self.0[index.index()] = Some(engine);
+    }
+
+    /// Drops the engine of the region at `index`, if it has one.
+    pub fn remove(&mut self, index: KeyIndex) {
+        if let Some(engine) = self.0.get_mut(index.index()) {
+            *engine = None;
+        }
+        // So that `is_empty` is exact.
+        while let Some(None) = self.0.last() {
+            self.0.pop();
+        }
+    }
+
+    /// True if no region has an engine.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Returns whether the engine of the region at `index` allows the operation `need`. No engine
+    /// allows atomics, because an engine would have to see their result too.
+    pub fn allows(&self, index: KeyIndex, need: Access, access: EngineAccess) -> bool {
+        let Some(Some(engine)) = self.0.get(index.index()) else { return false };
+        let EngineAccess { tag, offset, len } = access;
+        match need {
+            Access::REMOTE_READ => engine.may_read(tag, offset, len),
+            Access::REMOTE_WRITE => engine.may_write(tag, offset, len),
+            _ => false,
+        }
+    }
+
+    /// Tells the engine of the region at `index` that a WRITE has ended. Returns false if the
+    /// region has no engine.
+    pub fn written(&mut self, index: KeyIndex, access: EngineAccess) -> bool {
+        let Some(Some(engine)) = self.0.get_mut(index.index()) else { return false };
+        engine.written(access.tag, access.offset, access.len);
+        true
+    }
+}
