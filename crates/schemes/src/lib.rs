@@ -51,7 +51,8 @@ pub fn nodes<N: DirectNic>() -> NodeRegistry<N> {
 
 /// The families for the memory node of any NIC.
 pub fn nodes_without_chains<N: Nic>() -> NodeRegistry<N> {
-    let families: [&'static dyn NodeFamily<N>; 3] = [&finemem::Family, &rpc::Family, &tdmem::Family];
+    let families: [&'static dyn NodeFamily<N>; 3] =
+        [&finemem::Family, &rpc::Family, &tdmem::Family];
     Registry::new(families)
 }
 

@@ -76,12 +76,7 @@ enum Purpose {
 
 impl<N: Nic> Client<N> {
     /// Creates the QP.
-    pub fn new(
-        nic: &N,
-        pd: &N::Pd,
-        offer: &Offer,
-        options: &SchemeOptions,
-    ) -> Result<Self, Error> {
+    pub fn new(nic: &N, pd: &N::Pd, offer: &Offer, options: &SchemeOptions) -> Result<Self, Error> {
         if offer.chunk_bytes != PAGE_BYTES as u64 {
             return Err(Error::Protocol {
                 attempt: "connecting to a memory node with scheme tdmem".into(),
@@ -235,7 +230,9 @@ impl<N: Nic> Client<N> {
         match answer.status {
             Status::Done => {}
             Status::Full => return Err(Error::OutOfMemory { bytes: PAGE_BYTES as u64 }),
-            status => return Err(wrong(format!("the memory node refused the command: {status:?}"))),
+            status => {
+                return Err(wrong(format!("the memory node refused the command: {status:?}")));
+            }
         }
         let tier = Tier::from_raw(answer.tier).filter(|tier| Tier::DONOR.contains(tier));
         let page = self.region()?.layout.page_at(answer.remote_addr);

@@ -111,8 +111,7 @@ impl Command {
 
     /// Decodes a command; `None` if its operation is unknown.
     pub fn parse(bytes: &[u8; COMMAND_BYTES]) -> Option<Self> {
-        let operations =
-            [Operation::Store, Operation::InvalidatePage, Operation::InvalidateArea];
+        let operations = [Operation::Store, Operation::InvalidatePage, Operation::InvalidateArea];
         let operation = operations.into_iter().find(|operation| *operation as u8 == bytes[0])?;
         Some(Self {
             operation,

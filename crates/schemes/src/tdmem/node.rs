@@ -123,9 +123,10 @@ impl<N: Nic> Node<N> {
         let (first, slots) =
             (self.layout.first_slot(Peer::Donee(owner)), u64::from(self.layout.slots));
         let mut zeros = Zeros::default();
-        for (at, bytes) in
-            [(self.layout.data(first), PAGE_BYTES as u64), (self.layout.command(first), CONTROL_BYTES)]
-        {
+        for (at, bytes) in [
+            (self.layout.data(first), PAGE_BYTES as u64),
+            (self.layout.command(first), CONTROL_BYTES),
+        ] {
             let len = (slots * bytes) as usize;
             self.nic.zero(&mut zeros, self.region.memory(), at as usize, len);
         }

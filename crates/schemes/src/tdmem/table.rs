@@ -188,7 +188,9 @@ impl Tables {
                     return Err(format!("page {page} is free, and belongs to owner {owner}"));
                 }
                 (owner, false) if !exists(owner) => {
-                    return Err(format!("page {page} belongs to owner {owner}, which has departed"));
+                    return Err(format!(
+                        "page {page} belongs to owner {owner}, which has departed"
+                    ));
                 }
                 _ => {}
             }

@@ -185,7 +185,10 @@ fn target_tier_falls_back_silently_to_the_other() {
             let answer =
                 bench.execute(Peer::Donee(1), &Command { target_tier: target as u8, ..command });
             let page = bench.layout.page_at(answer.remote_addr).unwrap();
-            assert_eq!((answer.status, answer.tier), (Status::Done, bench.tables.tier_of(page) as u8));
+            assert_eq!(
+                (answer.status, answer.tier),
+                (Status::Done, bench.tables.tier_of(page) as u8)
+            );
             assert_eq!(answer.tier == target as u8, i < in_target, "page {i} to {target}");
         }
         assert_eq!(bench.tables.counts.fallbacks.load(Ordering::Relaxed), 5 - in_target);

@@ -28,7 +28,8 @@ fn foreign_load_breaks_only_its_sender() {
     bad.write(&mine, 1).unwrap();
     good.write(&theirs, 2).unwrap();
     // The memory node takes the page away, as if the client had an old address.
-    node.lock().tables().set_owner(page_of(&node, bad.region.owner), good.region.owner);
+    let page = page_of(&node, bad.region.owner);
+    node.lock().tables().set_owner(page, good.region.owner);
     assert!(matches!(bad.read(&mine), Err(Error::ManagementBroken { .. })));
     assert!(!node.lock().management_is_open(bad.id).unwrap());
     assert_eq!(good.read(&theirs).unwrap(), 2);
@@ -73,7 +74,10 @@ fn departure_frees_pages_and_slots_before_the_number_is_reused() {
         check_slots(&node, &[first.region.owner, second.region.owner]);
         retire(&node, third.id);
         assert_eq!(node.lock().status().unwrap().free, 100);
-        assert_eq!(node.lock().tables().counts.reclaimed.load(Ordering::Relaxed), 99 * u64::from(round));
+        assert_eq!(
+            node.lock().tables().counts.reclaimed.load(Ordering::Relaxed),
+            99 * u64::from(round)
+        );
     }
     let node = node.lock();
     let (first, len) = (node.layout().page(0) as usize, 100 * PAGE_BYTES);
