@@ -19,64 +19,21 @@
 //! - A region with an engine has no windows (see `region_engines`).
 //! - A host pointer leaves this module only as a `Span` that passed a check, valid for one step.
 
+mod engines;
+mod inspect;
+mod refusal;
+
 use crate::dma::Span;
 use crate::error::{Error, Object};
 use crate::guard::{Guard, Guards};
 use crate::region_engines::{EngineAccess, RegionEngines};
 use crate::spec::{GuardSpec, RegionChange};
 use std::collections::VecDeque;
-use verbs::direct::{KeyInfo, KeyKind};
 use verbs::wqe::umr::{self, Umr, UmrFlags};
-use verbs::{Access, DmaMemory, FunctionId, Key, KeyIndex, MwKind, Pdn, Qpn, RegionEngine};
+use verbs::{Access, DmaMemory, FunctionId, Key, KeyIndex, MwKind, Pdn, Qpn};
 
-/// Reason why a key did not allow an access or an operation. The value is the CQE's vendor error.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error)]
-#[repr(u8)]
-pub enum Refusal {
-    /// The index is unused, or names a region where a window is required, or a window where a
-    /// region is required.
-    #[error("no such key")]
-    NoKey = 1,
-    /// The tag is not the current tag.
-    #[error("stale tag")]
-    Tag = 2,
-    /// The key belongs to another protection domain.
-    #[error("another protection domain")]
-    Pd = 3,
-    /// The window is not bound.
-    #[error("the window is free")]
-    Free = 4,
-    /// The window is already bound.
-    #[error("the window is bound")]
-    Bound = 5,
-    /// The window is bound to another QP.
-    #[error("bound to another QP")]
-    Qpn = 6,
-    /// The range is outside the region or window.
-    #[error("out of range")]
-    Range = 7,
-    /// The key lacks a required right.
-    #[error("right missing")]
-    Rights = 8,
-    /// Only a privileged QP may execute the operation.
-    #[error("only a privileged QP may do this")]
-    Privilege = 9,
-    /// The region under the window does not allow the bind.
-    #[error("the region under the window does not allow it")]
-    Region = 10,
-    /// The UMR's fields contradict each other.
-    #[error("the UMR's fields contradict each other")]
-    Form = 11,
-    /// The operation requires a type-2 window: a type-1 window is bound to no QP.
-    #[error("not possible with a window of this type")]
-    Type = 12,
-    /// The guard word does not admit the QP.
-    #[error("the window's guard word does not admit the QP")]
-    Guard = 13,
-    /// The region's engine does not allow the access.
-    #[error("the region's engine does not allow the access")]
-    Engine = 14,
-}
+pub(crate) use inspect::KeyRange;
+pub use refusal::Refusal;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
@@ -127,20 +84,6 @@ struct Owner {
 /// Bytes of one key in the table.
 #[cfg(test)]
 pub(crate) const KEY_BYTES: usize = size_of::<Entry>() + size_of::<Owner>();
-
-/// The memory range that a key makes accessible.
-pub(crate) struct KeyRange {
-    pub key: Key,
-    pub pd: Pdn,
-    /// The only QP that may use the key, unless `open` is set.
-    pub qpn: Qpn,
-    /// Every QP of the PD may use the key; if the window is guarded, only QPs that the guard
-    /// admits.
-    pub open: bool,
-    pub access: Access,
-    pub start: u64,
-    pub len: u64,
-}
 
 /// The QP through which a peer uses a key.
 #[derive(Clone, Copy, Debug)]
@@ -291,32 +234,6 @@ impl KeyTable {
                 self.ask_engine(key, need, access).map(|()| span)
             }
         }
-    }
-
-    /// Asks the engine of the region `key`. Not inlined, so that the check of other keys stays
-    /// short.
-    #[inline(never)]
-    fn ask_engine(&self, key: Key, need: Access, access: EngineAccess) -> Result<(), Refusal> {
-        match self.engines.allows(key.index(), need, access) {
-            true => Ok(()),
-            false => Err(Refusal::Engine),
-        }
-    }
-
-    /// Returns whether any region has an engine.
-    #[inline]
-    pub fn has_engines(&self) -> bool {
-        !self.engines.is_empty()
-    }
-
-    /// Tells the engine of the region `key` that a WRITE of `len` bytes at `addr` through a QP with
-    /// `tag` has ended. Returns false if the region has no engine. The caller has checked the WRITE
-    /// in the same step.
-    pub fn write_ended(&mut self, key: Key, addr: u64, len: u64, tag: u64) -> bool {
-        let found = self.entries.get(key.index().index());
-        let Some(e) = found.filter(|e| e.admits == AllowedQps::Engine) else { return false };
-        let offset = addr.wrapping_sub(e.start);
-        self.engines.written(key.index(), EngineAccess { tag, offset, len })
     }
 
     /// Zeroes `target` by returning its pages to the kernel, if the region `key` is thin memory
@@ -498,21 +415,6 @@ impl KeyTable {
         self.allocate(entry, Owner { function, memory: Some(memory) })
     }
 
-    /// Registers a region with an engine; its first byte has address 0.
-    pub fn register_with_engine(
-        &mut self,
-        function: FunctionId,
-        pd: Pdn,
-        memory: DmaMemory,
-        access: Access,
-        engine: Box<dyn RegionEngine>,
-    ) -> Result<Key, Error> {
-        let key = self.register(function, pd, memory, 0, access)?;
-        self.entries[key.index().index()].admits = AllowedQps::Engine;
-        self.engines.set(key.index(), engine);
-        Ok(key)
-    }
-
     pub fn allocate_window(
         &mut self,
         function: FunctionId,
@@ -577,15 +479,6 @@ impl KeyTable {
         Ok((e.pd, e.span.len()))
     }
 
-    /// Returns like [`KeyTable::region`], for a region that can be changed: one without an engine.
-    pub fn changeable_region(&self, function: FunctionId, key: Key) -> Result<(Pdn, u64), Error> {
-        let found = self.region(function, key)?;
-        match self.entries[key.index().index()].admits {
-            AllowedQps::Engine => Err(Error::HasEngine(key.index())),
-            _ => Ok(found),
-        }
-    }
-
     /// Destroys a region; returns its PD and length.
     pub fn deregister(&mut self, function: FunctionId, key: Key) -> Result<(Pdn, u64), Error> {
         let what = self.region(function, key)?;
@@ -635,71 +528,6 @@ impl KeyTable {
         self.entries[index.index()] = Entry { tag, ..Entry::UNUSED };
         self.owners[index.index()].memory = None;
         self.free.push_back(index.raw());
-    }
-
-    pub fn describe(&self, function: FunctionId, index: KeyIndex) -> Result<KeyInfo, Error> {
-        let e = self.owned(function, index)?;
-        let region = e.kind == Kind::Region;
-        Ok(KeyInfo {
-            kind: match (region, e.open()) {
-                (true, _) => KeyKind::Mr,
-                (false, true) => KeyKind::Mw(MwKind::Type1),
-                (false, false) => KeyKind::Mw(MwKind::Type2),
-            },
-            tag: e.tag,
-            pd: e.pd,
-            bound: e.kind != Kind::Free,
-            qpn: e.qpn,
-            access: e.access,
-            start: e.start,
-            len: e.span.len(),
-            windows: if region { e.link } else { 0 },
-        })
-    }
-
-    /// Returns whether a window may be bound to `qpn`. Approximate (hashed count): no false
-    /// negatives, possible false positives.
-    pub fn may_have_window(&self, qpn: Qpn) -> bool {
-        self.bound_counts[qpn.index() % BOUND_COUNTS] > 0
-    }
-
-    /// Returns whether the window's guard, if it has one, currently admits a QP with `tag`.
-    pub fn guard_admits(&self, index: KeyIndex, tag: u64) -> bool {
-        let e = &self.entries[index.index()];
-        e.admits != AllowedQps::Guarded || self.guards.admits(index, tag)
-    }
-
-    /// Returns the keys that give access to any of the `len` bytes from `start`. Regions with an
-    /// engine are left out, because only the engine knows which accesses it allows.
-    pub fn keys_over(&self, start: u64, len: u64) -> Vec<KeyRange> {
-        let end = start.saturating_add(len);
-        let range = |(at, e): (usize, &Entry)| {
-            let opens =
-                matches!(e.kind, Kind::Bound | Kind::Region) && e.admits != AllowedQps::Engine;
-            let first = self.owners_address(e);
-            let meets = first < end && start < first.saturating_add(e.span.len());
-            (opens && meets).then(|| KeyRange {
-                key: Key::new(KeyIndex::new(at as u32), e.tag),
-                pd: e.pd,
-                qpn: e.qpn,
-                open: e.open(),
-                access: e.access,
-                start: first,
-                len: e.span.len(),
-            })
-        };
-        self.entries.iter().enumerate().filter_map(range).collect()
-    }
-
-    /// Address of a key's first byte in its region, also for a zero-based window.
-    fn owners_address(&self, e: &Entry) -> u64 {
-        match e.kind {
-            Kind::Bound => {
-                let region = &self.entries[e.link as usize];
-                region.start.wrapping_add(e.span.offset_in(region.span))
-            }
-            _ => e.start,
-        }
     }
 
     /// Destroys all keys of `function`: windows first, then regions.

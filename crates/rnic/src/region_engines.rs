@@ -70,11 +70,49 @@ impl RegionEngines {
         }
     }
 
-    /// Tells the engine of the region at `index` that a WRITE has ended. Returns false if the
-    /// region has no engine.
+    /// Calls the engine of the region at `index` after a WRITE. Returns false if the region has no
+    /// engine.
     pub fn written(&mut self, index: KeyIndex, access: EngineAccess) -> bool {
         let Some(Some(engine)) = self.0.get_mut(index.index()) else { return false };
         engine.written(access.tag, access.offset, access.len);
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An engine that admits every access.
+    struct Open;
+
+    impl RegionEngine for Open {
+        fn may_read(&self, _tag: u64, _offset: u64, _len: u64) -> bool {
+            true
+        }
+
+        fn may_write(&self, _tag: u64, _offset: u64, _len: u64) -> bool {
+            true
+        }
+
+        fn written(&mut self, _tag: u64, _offset: u64, _len: u64) {}
+    }
+
+    #[test]
+    fn table_is_empty_after_its_last_engine() {
+        let mut engines = RegionEngines::default();
+        let access = EngineAccess { tag: 0, offset: 0, len: 1 };
+        let [a, b, c] = [2, 5, 9].map(KeyIndex::new);
+        for index in [a, c] {
+            engines.set(index, Box::new(Open));
+        }
+        for (removed, left) in [(b, [true, true]), (c, [true, false]), (a, [false, false])] {
+            assert!(!engines.is_empty());
+            engines.remove(removed);
+            assert_eq!([a, c].map(|index| engines.written(index, access)), left);
+            let reads = |index| engines.allows(index, Access::REMOTE_READ, access);
+            assert_eq!([a, c].map(reads), left);
+        }
+        assert!(engines.is_empty());
     }
 }

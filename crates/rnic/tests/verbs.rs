@@ -8,9 +8,9 @@ use common::{End, LONG, all_ports, end, pair};
 use verbs::direct::{DirectNic, DirectQp, Managed};
 use verbs::wqe::{Builder, Umr};
 use verbs::{
-    Access, Completion, CompletionKind, CompletionQueue, CqAttr, Error, MemoryRegion, MemoryWindow,
-    Nic, Op, QpAttr, QpChange, QpState, QueuePair, Receive, ReceiveAttr, ReceiveQueue,
-    ReceiveRequest, Remote, Status, WorkRequest,
+    Access, Completion, CompletionKind, CompletionQueue, CqAttr, Error, Feature, MemoryRegion,
+    MemoryWindow, Nic, Op, QpAttr, QpChange, QpState, QueuePair, Receive, ReceiveAttr,
+    ReceiveQueue, ReceiveRequest, RegionEngine, Remote, Status, WorkRequest,
 };
 
 #[test]
@@ -378,6 +378,44 @@ fn bad_arguments_are_errors() {
         assert!(nic.create_cq(CqAttr { entries: 0, ignore_overrun: false }).is_err());
         assert!(nic.create_srq(&a.pd, ReceiveAttr { entries: 1 << 30, max_sges: 1 }).is_err());
         assert!(matches!(a.qp.modify(QpChange::Init), Err(Error::Refused { .. })));
+    }
+}
+
+/// An engine that admits every access.
+struct OpenEngine;
+
+impl RegionEngine for OpenEngine {
+    fn may_read(&self, _tag: u64, _offset: u64, _len: u64) -> bool {
+        true
+    }
+
+    fn may_write(&self, _tag: u64, _offset: u64, _len: u64) -> bool {
+        true
+    }
+
+    fn written(&mut self, _tag: u64, _offset: u64, _len: u64) {}
+}
+
+#[test]
+fn region_engines_need_the_process_of_the_nic() {
+    for (port, nic) in all_ports() {
+        let (a, b) = pair(&nic);
+        let (memory, access) = (nic.alloc_dma(4096).expect("memory"), Access::REMOTE_WRITE);
+        let made = nic.reg_engine_mr(&b.pd, &memory, access, Box::new(OpenEngine));
+        assert_eq!(nic.caps().has(Feature::RegionEngines), port != "attached");
+        match made {
+            Ok(mr) => {
+                assert_ne!(port, "attached");
+                let op = Op::WriteInline { to: mr.remote(8), data: &[7; 4] };
+                assert_eq!(a.run(op).status, Status::Success, "{port}");
+                assert_eq!(memory.load_be32(8), 0x0707_0707);
+            }
+            Err(why) => {
+                assert_eq!(port, "attached", "{why}");
+                assert!(matches!(why, Error::Unsupported { .. }), "{why}");
+                assert!(why.to_string().contains("runs in another process"), "{why}");
+            }
+        }
     }
 }
 

@@ -19,7 +19,7 @@ pub(super) const RDMA_BYTES_MAX: u64 = 1 << 31;
 /// Scheduling cost of fetching and decoding a WQE, of each of its segments, and of a completion, in
 /// bytes that the NIC could move in the same time.
 pub(super) const WQE_WORK: u64 = 64;
-/// Scheduling cost of telling an engine that a WRITE has ended: the engine may copy a page.
+/// Scheduling cost of a call of a region engine after a WRITE: the engine may copy a page.
 pub(super) const ENGINE_WORK: u64 = units::PAGE_BYTES as u64;
 /// Scheduling cost of a QP that has nothing to execute in its quantum: its cache lines were loaded
 /// in vain.

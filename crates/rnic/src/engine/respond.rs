@@ -139,8 +139,8 @@ impl Core {
         syndrome.into()
     }
 
-    /// Tells the engine of the region at `at`, if the region has one, that the requester's WRITE of
-    /// `len` bytes has ended. Called in the step that has checked and stored the last bytes.
+    /// Calls the engine of the region at `at`, if the region has one, after the requester's WRITE
+    /// of `len` bytes. Must run in the step that has checked and stored the last bytes.
     #[inline]
     pub fn write_ended(&mut self, to: &RemoteAccess, at: verbs::wqe::Remote, len: u64) {
         let keys = &mut self.keys[to.namespace];
