@@ -84,6 +84,11 @@ impl<N: Nic> Node<N> {
         self.region.memory()
     }
 
+    /// The key of the region.
+    pub fn key(&self) -> Key {
+        self.region.key()
+    }
+
     /// The compute nodes that own pages, by their numbers as owners.
     pub fn owners(&self) -> impl Iterator<Item = (Owner, ClientId)> {
         self.clients.iter().map(|(client, c)| (c.owner, *client))

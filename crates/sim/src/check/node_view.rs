@@ -8,10 +8,10 @@ use scheme::{ClientId, NodeScheme};
 use schemes::blocks::ChunkIndex;
 use schemes::odrp::table::page_of;
 use schemes::onesidedmw::layout::Memory;
-use schemes::tdmem::layout::Owner;
+use schemes::tdmem::layout::{Layout, Owner};
 use schemes::tdmem::{Tier, table};
 use schemes::{finemem, odrp, onesidedmw, rpc, tdmem};
-use verbs::{DmaMemory, MemoryRegion};
+use verbs::{DmaMemory, Key, MemoryRegion};
 
 use crate::nic::SimNic;
 
@@ -58,6 +58,8 @@ impl PageState {
 /// The tables of the engine of `tdmem`, and the pages.
 pub(super) struct EngineView {
     tables: Arc<table::Tables>,
+    layout: Layout,
+    key: Key,
     pages: DmaMemory,
     owners: Vec<(Owner, ClientId)>,
 }
@@ -67,7 +69,8 @@ impl EngineView {
         let (layout, memory) = (node.layout(), node.memory());
         let (first, end) = (layout.page(0) as usize, layout.bytes() as usize);
         let pages = memory.slice(first, end - first).expect("the pages are in the region");
-        Self { tables: node.tables().clone(), pages, owners: Vec::new() }
+        let (tables, key) = (node.tables().clone(), node.key());
+        Self { tables, layout, key, pages, owners: Vec::new() }
     }
 
     /// Returns the compute node with this number; `None` if it is not known now.
@@ -116,6 +119,19 @@ impl NodeView {
             Self::Tree(view) => view.memory(),
             Self::Engine(view) => view.pages.clone(),
         }
+    }
+
+    /// Returns whether a key is that of the region behind an engine.
+    pub fn is_behind_engine(&self, key: Key) -> bool {
+        matches!(self, Self::Engine(view) if view.key == key)
+    }
+
+    /// Returns the page behind an engine that an access reaches, and the offset within the page.
+    pub fn page_behind_engine(&self, addr: u64, key: Key) -> Option<(u32, u64)> {
+        let Self::Engine(view) = self else { return None };
+        let at = addr.checked_sub(view.layout.page(0)).filter(|_| key == view.key)?;
+        let size = tdmem::PAGE_BYTES as u64;
+        (at / size < view.layout.pages.into()).then_some(((at / size) as u32, at % size))
     }
 
     /// Returns the number of each page's owner, in scheme `tdmem`.

@@ -21,6 +21,7 @@ impl Oracle {
         let client = self.of_function(o.function);
         let done = (o.stepped == StepOutcome::Done || o.unanswered) && !o.lost;
         if let (Some(client), Some(aim)) = (client, o.aim.filter(|_| done)) {
+            self.counts.accesses += u64::from(self.node_view.is_behind_engine(aim.key));
             self.reaches_page(client, &aim);
         }
         self.check_engine(client);
@@ -28,8 +29,8 @@ impl Oracle {
 
     /// Checks an access of a client that took effect.
     fn reaches_page(&mut self, client: ClientIndex, aim: &Target) {
-        let Some((entry, at)) = self.place(aim.addr).filter(|_| aim.len > 0) else { return };
-        self.counts.accesses += 1;
+        let page = self.node_view.page_behind_engine(aim.addr, aim.key);
+        let Some((entry, at)) = page.filter(|_| aim.len > 0) else { return };
         let owner = self.node_view.owner(entry);
         let is_own = owner.is_none_or(|owner| owner.is_some_and(|id| self.is(client, id)));
         if aim.need != Access::REMOTE_READ || !is_own || at + aim.len > self.chunk_bytes {
