@@ -19,7 +19,9 @@ impl Oracle {
             self.check_access_rights(read);
         }
         let client = self.of_function(o.function);
-        let done = (o.stepped == StepOutcome::Done || o.unanswered) && !o.lost;
+        // A request whose answer is lost may have been refused; its effects show in the tables and
+        // in the bytes.
+        let done = o.stepped == StepOutcome::Done && !o.lost;
         if let (Some(client), Some(aim)) = (client, o.aim.filter(|_| done)) {
             self.counts.accesses += u64::from(self.node_view.is_behind_engine(aim.key));
             self.reaches_page(client, &aim);
