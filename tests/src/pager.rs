@@ -91,6 +91,7 @@ pub fn paged_with(config: &pager::Config, program: &str, arguments: &[&str]) -> 
     let directory = Scratch::new(&format!("run-{count}"));
     let mut config = config.clone();
     config.run_directory = Some(directory.0.clone());
+    config.read_choices(|name| std::env::var(name).ok()).expect("known choices");
     let mut command = Command::new(program);
     command.args(arguments).envs(config.to_environment()).env("LD_PRELOAD", library());
     apply_privilege_setting(&mut command);

@@ -20,8 +20,8 @@
 //! | `GRANARY_TRIM` | `1`: sparse chunks are compacted at any time, and not only in a full pool |
 //! | `GRANARY_FAULT_TIMES` | file that tells `granary run` how frequent faults are (`awake`) |
 //!
-//! `granary run` reads `GRANARY_PAGES`, `GRANARY_PATHS` and `GRANARY_POLICY` from its own
-//! environment ([`Config::read_choices`]).
+//! `granary run` reads `GRANARY_PAGES`, `GRANARY_PATHS`, `GRANARY_POLICY`, `GRANARY_SEAL` and
+//! `GRANARY_HIDE` from its own environment ([`Config::read_choices`]).
 //!
 //! Programs that a paged program starts inherit these variables and `LD_PRELOAD`. So they are paged
 //! too.
@@ -121,6 +121,26 @@ impl std::str::FromStr for Paths {
 
     fn from_str(name: &str) -> Result<Self, UnknownPaths> {
         Self::ALL.into_iter().find(|paths| paths.name() == name).ok_or(UnknownPaths)
+    }
+}
+
+/// A choice of the encryption of pages, by the name of a cipher or `off`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SealChoice(pub Option<Cipher>);
+
+/// The error of an unknown name of [`SealChoice`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("expected off, aes-256-gcm or aes-128-gcm")]
+pub struct UnknownSeal;
+
+impl std::str::FromStr for SealChoice {
+    type Err = UnknownSeal;
+
+    fn from_str(name: &str) -> Result<Self, UnknownSeal> {
+        match name {
+            "off" => Ok(Self(None)),
+            name => name.parse().map(|cipher| Self(Some(cipher))).map_err(|_| UnknownSeal),
+        }
     }
 }
 
@@ -255,20 +275,6 @@ impl Config {
         if let Some(directory) = get("GRANARY_OVERFLOW_DIR") {
             config.overflow_directory = directory.into();
         }
-        if let Some(value) = get(SEAL) {
-            config.seal = read_seal(&value).map_err(|why| Error::Setting {
-                name: SEAL,
-                value: value.clone(),
-                why,
-            })?;
-        }
-        if let Some(value) = get(HIDE) {
-            config.hide = value.parse().map_err(|error: UnknownHide| Error::Setting {
-                name: HIDE,
-                value,
-                why: error.to_string(),
-            })?;
-        }
         config.trim = get(TRIM).as_deref() == Some("1");
         config.allow_unpaged = get("GRANARY_ALLOW_UNPAGED").is_some_and(|value| value == "1");
         config.read_choices(get)?;
@@ -276,7 +282,7 @@ impl Config {
         Ok(Some(config))
     }
 
-    /// Reads the choices of methods that need no option of `granary run`.
+    /// Reads the choices of methods that `granary run` takes from its environment too.
     ///
     /// # Errors
     /// [`Error::Setting`] for an unknown name.
@@ -298,6 +304,19 @@ impl Config {
         if let Some(value) = get(POLICY) {
             self.policy = value.parse().map_err(|error: UnknownPolicy| Error::Setting {
                 name: POLICY,
+                value,
+                why: error.to_string(),
+            })?;
+        }
+        if let Some(value) = get(SEAL) {
+            let SealChoice(cipher) = value.parse().map_err(|error: UnknownSeal| {
+                Error::Setting { name: SEAL, value, why: error.to_string() }
+            })?;
+            self.seal = cipher;
+        }
+        if let Some(value) = get(HIDE) {
+            self.hide = value.parse().map_err(|error: UnknownHide| Error::Setting {
+                name: HIDE,
                 value,
                 why: error.to_string(),
             })?;
@@ -350,19 +369,6 @@ impl Config {
             return Err(Error::LocalTooSmall { bytes: self.local_bytes });
         }
         Ok(())
-    }
-}
-
-/// Reads a choice of the encryption of pages: the name of a cipher, or `off`.
-///
-/// # Errors
-/// The choices, for another name.
-pub fn read_seal(name: &str) -> Result<Option<Cipher>, String> {
-    match name {
-        "off" => Ok(None),
-        name => {
-            name.parse().map(Some).map_err(|_| "expected off, aes-256-gcm or aes-128-gcm".into())
-        }
     }
 }
 
@@ -440,6 +446,12 @@ mod tests {
         assert_eq!(pages, "GRANARY_PAGES=swap: expected auto, move or copy");
         let paths = refused("GRANARY_PATHS", "three");
         assert_eq!(paths, "GRANARY_PATHS=three: expected linux, fastswap or two");
+        let seal = refused("GRANARY_SEAL", "on");
+        assert_eq!(seal, "GRANARY_SEAL=on: expected off, aes-256-gcm or aes-128-gcm");
+        assert_eq!(
+            refused("GRANARY_HIDE", "all"),
+            "GRANARY_HIDE=all: expected off, writes or reads"
+        );
         assert_eq!(
             refused("GRANARY_POLICY", "lru"),
             "GRANARY_POLICY=lru: expected fifo, segmented, random, bip, stream, s3fifo, duel or \

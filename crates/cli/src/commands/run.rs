@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
-use pager::config::{Cipher, Config, Hide, Paths};
+use pager::config::{Config, Hide, Paths, SealChoice};
 use pager::run::RunDirectory;
 use pager::runs::Bound;
 use pager::stats::Summary;
@@ -81,23 +81,22 @@ pub struct Run {
     /// Encrypt and authenticate each page before it leaves the process, so that a memory node can
     /// neither read nor change it: aes-256-gcm, aes-128-gcm or off. --seal alone means aes-256-gcm.
     /// A page that a memory node changed ends the program with status 119. The overflow file is
-    /// always encrypted
+    /// always encrypted [default: off, or GRANARY_SEAL]
     #[arg(
         long,
         value_name = "CIPHER",
         num_args = 0..=1,
-        default_value = "off",
-        default_missing_value = "aes-256-gcm",
-        value_parser = pager::config::read_seal
+        default_missing_value = "aes-256-gcm"
     )]
-    seal: std::option::Option<Cipher>,
+    seal: Option<SealChoice>,
 
     /// Pattern of accesses to hide from a memory node. writes: each page goes to a random free place
     /// whenever it is written. reads: each place is also read at most once, so that a page that is
     /// read is written again later. Both move pages one by one, which is slower. The times of the
     /// transfers are not hidden
-    #[arg(long, value_name = "off|writes|reads", default_value = "off")]
-    hide: Hide,
+    /// [default: off, or GRANARY_HIDE]
+    #[arg(long, value_name = "off|writes|reads")]
+    hide: Option<Hide>,
 
     /// Run programs whose memory cannot be paged (static ones, Go without cgo), and programs whose
     /// seccomp filter may stop the pager, with a message instead of an error
@@ -238,10 +237,10 @@ impl Run {
         let mut config = Config { is_direct, ..Config::new(local.bytes(), pool_address) };
         config.allow_unpaged = self.allow_unpaged;
         config.trim = self.trim;
-        config.seal = self.seal;
-        config.hide = self.hide;
         config.read_choices(|name| std::env::var(name).ok())?;
         config.paths = self.paths.unwrap_or(config.paths);
+        config.seal = self.seal.map_or(config.seal, |SealChoice(cipher)| cipher);
+        config.hide = self.hide.unwrap_or(config.hide);
         // Absolute, because a process of the program may change its working directory first.
         config.trace = self.trace.as_ref().map(std::path::absolute).transpose()?;
         config.shares_bound = self.local.is_shared();
@@ -286,7 +285,7 @@ impl Run {
             let after = pool_status(&pool).unwrap_or_else(|_| before.clone());
             let summary = RunSummary {
                 private_node: private_node.map(|chosen| chosen.name().to_owned()),
-                sealed_by: self.seal.map(|cipher| cipher.to_string()),
+                sealed_by: config.seal.map(|cipher| cipher.to_string()),
                 ..RunSummary::new(local, &ended.summary, &before, &after)
             }
             .with_bound(ledger.as_ref().map(Bound::of))
