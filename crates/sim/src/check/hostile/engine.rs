@@ -19,7 +19,8 @@ impl Hostile {
             0..=3 => _ = self.command(&region, |_, _| {}),
             4 => _ = self.command(&region, |me, c| c.src_mid = me.random.below(9) as u16),
             5 => _ = self.command(&region, |me, c| c.target_tier = me.random.bits() as u8),
-            6 | 7 => self.any_command(&region),
+            6 => self.any_command(&region),
+            7 => self.free_all_of_another(&region),
             8..=10 => self.read_any_page(&region),
             11 => self.access_anything(&region),
             12 => self.write_foreign_slot(&region),
@@ -101,6 +102,14 @@ impl Hostile {
         let operation = operations[self.random.below(3) as usize];
         self.command(region, |_, command| {
             (command.operation, command.remote_addr) = (operation, page + shift);
+        });
+    }
+
+    /// INVALIDATE AREA in the name of another client.
+    fn free_all_of_another(&mut self, region: &Region) {
+        self.command(region, |me, command| {
+            command.operation = Operation::InvalidateArea;
+            command.src_mid = 1 + me.random.below(4) as u16;
         });
     }
 
