@@ -26,7 +26,7 @@ mod refusal;
 use crate::dma::Span;
 use crate::error::{Error, Object};
 use crate::guard::{Guard, Guards};
-use crate::region_engines::{EngineAccess, RegionEngines};
+use crate::region_engines::RegionEngines;
 use crate::spec::{GuardSpec, RegionChange};
 use std::collections::VecDeque;
 use verbs::wqe::umr::{self, Umr, UmrFlags};
@@ -61,6 +61,7 @@ enum AllowedQps {
 struct Entry {
     kind: Kind,
     tag: u8,
+    /// The remote rights of a region with an engine are in the table of engines.
     access: Access,
     pd: Pdn,
     /// The QP that a type-2 window is bound to; otherwise NONE.
@@ -222,18 +223,13 @@ impl KeyTable {
             _ => return Err(Refusal::Free),
         }
         if !e.access.allows(need) {
-            return Err(Refusal::Rights);
+            return self.ask_engine(key, addr, len, need, by.tag);
         }
         let span = e.range(addr, len)?;
-        match e.admits {
-            AllowedQps::OneQp | AllowedQps::All => Ok(span),
-            AllowedQps::Guarded if self.guards.admits(key.index(), by.tag) => Ok(span),
-            AllowedQps::Guarded => Err(Refusal::Guard),
-            AllowedQps::Engine => {
-                let access = EngineAccess { tag: by.tag, offset: addr.wrapping_sub(e.start), len };
-                self.ask_engine(key, need, access).map(|()| span)
-            }
+        if e.admits == AllowedQps::Guarded && !self.guards.admits(key.index(), by.tag) {
+            return Err(Refusal::Guard);
         }
+        Ok(span)
     }
 
     /// Zeroes `target` by returning its pages to the kernel, if the region `key` is thin memory

@@ -14,6 +14,7 @@
 //! Invariants:
 //! - A region keeps its engine from registration to deregistration, and has no windows.
 //! - The engine is called only in the step that executes the access.
+//! - The entry of the region in the key table has no remote rights; they are kept here.
 
 use verbs::{Access, KeyIndex, RegionEngine};
 
@@ -27,24 +28,31 @@ pub(crate) struct EngineAccess {
     pub len: u64,
 }
 
+/// The engine of a region.
+struct EngineOfRegion {
+    /// The remote rights of the region's key.
+    rights: Access,
+    engine: Box<dyn RegionEngine>,
+}
+
 /// Engines of all regions, by key index. Kept apart from the key table, so that its entries stay
 /// small.
 #[derive(Default)]
-pub(crate) struct RegionEngines(Vec<Option<Box<dyn RegionEngine>>>);
+pub(crate) struct RegionEngines(Vec<Option<EngineOfRegion>>);
 
 impl RegionEngines {
-    /// Sets the engine of the region at `index`.
-    pub fn set(&mut self, index: KeyIndex, engine: Box<dyn RegionEngine>) {
+    /// Sets the remote rights and the engine of the region at `index`.
+    pub fn set(&mut self, index: KeyIndex, rights: Access, engine: Box<dyn RegionEngine>) {
         if self.0.len() <= index.index() {
             self.0.resize_with(index.index() + 1, || None);
         }
-        self.0[index.index()] = Some(engine);
+        self.0[index.index()] = Some(EngineOfRegion { rights, engine });
     }
 
     /// Drops the engine of the region at `index`, if it has one.
     pub fn remove(&mut self, index: KeyIndex) {
-        if let Some(engine) = self.0.get_mut(index.index()) {
-            *engine = None;
+        if let Some(entry) = self.0.get_mut(index.index()) {
+            *entry = None;
         }
         // So that `is_empty` is exact.
         while let Some(None) = self.0.last() {
@@ -58,10 +66,20 @@ impl RegionEngines {
         self.0.is_empty()
     }
 
+    /// Returns the remote rights of the region at `index`; none if it has no engine.
+    pub fn rights(&self, index: KeyIndex) -> Access {
+        match self.0.get(index.index()) {
+            Some(Some(entry)) => entry.rights,
+            _ => Access::NONE,
+        }
+    }
+
     /// Returns whether the engine of the region at `index` allows the operation `need`. No engine
     /// allows atomics, because an engine would have to see their result too.
     pub fn allows(&self, index: KeyIndex, need: Access, access: EngineAccess) -> bool {
-        let Some(Some(engine)) = self.0.get(index.index()) else { return false };
+        let Some(Some(EngineOfRegion { engine, .. })) = self.0.get(index.index()) else {
+            return false;
+        };
         let EngineAccess { tag, offset, len } = access;
         match need {
             Access::REMOTE_READ => engine.may_read(tag, offset, len),
@@ -73,8 +91,8 @@ impl RegionEngines {
     /// Calls the engine of the region at `index` after a WRITE. Returns false if the region has no
     /// engine.
     pub fn written(&mut self, index: KeyIndex, access: EngineAccess) -> bool {
-        let Some(Some(engine)) = self.0.get_mut(index.index()) else { return false };
-        engine.written(access.tag, access.offset, access.len);
+        let Some(Some(entry)) = self.0.get_mut(index.index()) else { return false };
+        entry.engine.written(access.tag, access.offset, access.len);
         true
     }
 }
@@ -104,7 +122,7 @@ mod tests {
         let access = EngineAccess { tag: 0, offset: 0, len: 1 };
         let [a, b, c] = [2, 5, 9].map(KeyIndex::new);
         for index in [a, c] {
-            engines.set(index, Box::new(Open));
+            engines.set(index, Access::REMOTE_ALL, Box::new(Open));
         }
         for (removed, left) in [(b, [true, true]), (c, [true, false]), (a, [false, false])] {
             assert!(!engines.is_empty());

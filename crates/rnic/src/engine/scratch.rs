@@ -4,8 +4,9 @@ use super::local_wqe::{Fault, LocalWqe};
 use super::queue::RECV_STRIDE_MAX;
 use crate::dma::{Span, SpanList};
 use crate::key_namespaces::KeyNamespaces;
-use verbs::Access;
-use verbs::wqe::Sges;
+use crate::protection::KeyTable;
+use verbs::wqe::{Sge, Sges};
+use verbs::{Access, Pdn};
 
 /// Buffers for the SGE lists of one WQE.
 pub(super) struct Scratch {
@@ -53,10 +54,31 @@ impl Scratch {
         need: Access,
     ) -> Result<(), Fault> {
         self.local.clear();
-        for sge in list.iter() {
-            let span = keys[me.namespace].local(sge.lkey, sge.addr, sge.len as u64, need, me.pd);
-            self.local.push(span.map_err(Fault::local)?);
+        let table = &keys[me.namespace];
+        let mut sges = list.iter();
+        let Some(first) = sges.next() else { return Ok(()) };
+        let span = table.local(first.lkey, first.addr, first.len as u64, need, me.pd);
+        self.local.push(span.map_err(Fault::local)?);
+        match sges.next() {
+            Some(second) => list_further(&mut self.local, table, me.pd, (second, sges), need),
+            None => Ok(()),
         }
-        Ok(())
     }
+}
+
+/// Checks the SGEs after the first into `local`. Not inlined: few WQEs have more than one SGE, and
+/// the registers of the caller would be spilled for each.
+#[inline(never)]
+fn list_further(
+    local: &mut SpanList,
+    table: &KeyTable,
+    pd: Pdn,
+    (second, rest): (Sge, impl Iterator<Item = Sge>),
+    need: Access,
+) -> Result<(), Fault> {
+    for sge in std::iter::once(second).chain(rest) {
+        let span = table.local(sge.lkey, sge.addr, sge.len as u64, need, pd);
+        local.push(span.map_err(Fault::local)?);
+    }
+    Ok(())
 }

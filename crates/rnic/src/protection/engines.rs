@@ -1,22 +1,32 @@
 //! Regions with an engine, in the key table.
 
 use super::{AllowedQps, KeyTable, Refusal};
+use crate::dma::Span;
 use crate::error::Error;
 use crate::region_engines::EngineAccess;
 use verbs::{Access, DmaMemory, FunctionId, Key, Pdn, RegionEngine};
 
 impl KeyTable {
-    /// Asks the engine of the region `key`. Not inlined, so that the check of other keys stays
-    /// short.
+    /// Checks a remote access whose right the key's entry lacks. A region with an engine has its
+    /// remote rights beside the engine, so that the check of other keys does not look for engines.
+    #[cold]
     #[inline(never)]
     pub(super) fn ask_engine(
         &self,
         key: Key,
+        addr: u64,
+        len: u64,
         need: Access,
-        access: EngineAccess,
-    ) -> Result<(), Refusal> {
+        tag: u64,
+    ) -> Result<Span, Refusal> {
+        let e = &self.entries[key.index().index()];
+        if !self.engines.rights(key.index()).allows(need) {
+            return Err(Refusal::Rights);
+        }
+        let span = e.range(addr, len)?;
+        let access = EngineAccess { tag, offset: addr.wrapping_sub(e.start), len };
         match self.engines.allows(key.index(), need, access) {
-            true => Ok(()),
+            true => Ok(span),
             false => Err(Refusal::Engine),
         }
     }
@@ -46,9 +56,10 @@ impl KeyTable {
         access: Access,
         engine: Box<dyn RegionEngine>,
     ) -> Result<Key, Error> {
-        let key = self.register(function, pd, memory, 0, access)?;
+        let (local, remote) = (access.0 & Access::LOCAL_ALL.0, access.0 & Access::REMOTE_ALL.0);
+        let key = self.register(function, pd, memory, 0, Access(local))?;
         self.entries[key.index().index()].admits = AllowedQps::Engine;
-        self.engines.set(key.index(), engine);
+        self.engines.set(key.index(), Access(remote), engine);
         Ok(key)
     }
 

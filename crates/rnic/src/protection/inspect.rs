@@ -34,7 +34,7 @@ impl KeyTable {
             pd: e.pd,
             bound: e.kind != Kind::Free,
             qpn: e.qpn,
-            access: e.access,
+            access: e.access | self.engines.rights(index),
             start: e.start,
             len: e.span.len(),
             windows: if region { e.link } else { 0 },

@@ -89,15 +89,20 @@ pub struct Region {
 
 /// Makes a region of zeroed pages, all accessible to [`TAG`].
 pub fn register(bed: &mut Bed, f: FunctionId, pd: Pdn, pages: usize) -> Region {
-    register_in(bed, f, pd, memory(pages * PAGE))
+    register_in(bed, f, pd, (memory(pages * PAGE), ALL))
 }
 
-fn register_in(bed: &mut Bed, f: FunctionId, pd: Pdn, mem: DmaMemory) -> Region {
+fn register_in(
+    bed: &mut Bed,
+    f: FunctionId,
+    pd: Pdn,
+    (mem, access): (DmaMemory, Access),
+) -> Region {
     let owners = vec![TAG; mem.len() / PAGE];
     let state = State { owners, calls_left: usize::MAX, ..State::default() };
     let state = Arc::new(Mutex::new(state));
     let engine = Box::new(TestEngine { memory: mem.clone(), state: state.clone() });
-    let (memory, access) = (mem.clone(), ALL);
+    let memory = mem.clone();
     let key = bed.e.reg_engine_mr(f, EngineRegion { pd, memory, access, engine }).unwrap();
     Region { mem, key, state }
 }
@@ -149,7 +154,7 @@ fn world_of(limits: Limits, mem: DmaMemory) -> (World, Region, Mr) {
     let mut bed = Bed::with(limits);
     let (own, peer) = bed.pair();
     let scratch = bed.mr(PF, peer.pd, mem.len(), ALL);
-    let region = register_in(&mut bed, PF, own.pd, mem);
+    let region = register_in(&mut bed, PF, own.pd, (mem, ALL));
     bed.e.modify_qp(PF, own.qpn, QpChange::Tag { tag: TAG }).unwrap();
     (World { bed, own, peer }, region, scratch)
 }
@@ -319,6 +324,34 @@ fn engine_sees_only_permitted_accesses_with_bytes() {
     assert_eq!((region.asked(), region.ended()), ((vec![], vec![]), vec![]));
     w.ok(|b| _ = b.rdma_read(region.remote(0), &[from]));
     assert_eq!(region.asked(), (vec![(TAG, 0, 8)], vec![]));
+}
+
+#[test]
+fn engine_region_grants_its_rights_only() {
+    let (mut w, _, scratch) = world();
+    for access in [Access::REMOTE_READ, Access::REMOTE_WRITE | Access::LOCAL_WRITE] {
+        let region = register_in(&mut w.bed, PF, w.own.pd, (memory(PAGE), access));
+        let info = w.bed.e.query_key(PF, region.key.index()).unwrap();
+        assert_eq!(info.access, access | Access::LOCAL_READ);
+        let (at, sge) = (region.remote(0), scratch.sge(0, 8));
+        let here = verbs::wqe::Sge { addr: 0, len: 8, lkey: region.key };
+        let there = scratch.remote(0);
+        assert_eq!(w.bed.execute(&mut w.own, |b| _ = b.rdma_write(there, &[here])).error, None);
+        let reads = access.allows(Access::REMOTE_READ);
+        if reads {
+            w.ok(|b| _ = b.rdma_read(at, &[sge]));
+            w.refused(|b| _ = b.rdma_write(at, &[sge]));
+            let cqe = w.bed.execute(&mut w.own, |b| _ = b.rdma_read(there, &[here]));
+            assert_error(&cqe, Syndrome::LocalProtection);
+            w.reset();
+        } else {
+            w.ok(|b| _ = b.rdma_write(at, &[sge]));
+            w.refused(|b| _ = b.rdma_read(at, &[sge]));
+        }
+        let call = vec![(TAG, 0, 8)];
+        let asked = if reads { (call, vec![]) } else { (vec![], call) };
+        assert_eq!(region.asked(), asked);
+    }
 }
 
 #[test]
