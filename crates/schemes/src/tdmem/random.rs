@@ -40,6 +40,6 @@ impl Random {
     /// A number below `end`, which is not 0. Each number has the probability `1 / end`, with an
     /// error below 2^-32 of it.
     pub fn below(&mut self, end: u32) -> u32 {
-        (u128::from(self.0.next_u64()) * u128::from(end) >> 64) as u32
+        ((u128::from(self.0.next_u64()) * u128::from(end)) >> 64) as u32
     }
 }
