@@ -68,7 +68,7 @@ pub fn memory_is_allocated_by_the_first_write(setup: &Setup) {
         pool.write_blocking(grant, 0, &[2; PAGE]).unwrap();
         assert_eq!(free(&pool), 4 - i);
     }
-    // A scheme may place each write of a page anew.
+    // A scheme may allocate at each write of a page.
     let status = pool.node_status().unwrap().node;
     assert_eq!((status.allocations_nic - status.frees_nic, status.allocations_cpu), (4, 0));
     for grant in grants {

@@ -69,7 +69,7 @@ impl FreePages {
     }
 }
 
-/// What the engine counts.
+/// Counters of the engine.
 #[derive(Default)]
 pub struct Counts {
     /// Pages drawn for a STORE.

@@ -64,7 +64,7 @@ fn interrupted_free_can_be_repeated() {
             let mut free = pin!(member.client.free(&grant));
             begin(free.as_mut());
             assert_eq!(step(&inline, wqes), wqes);
-            // Dropped: nobody learns the result.
+            // The future is dropped before the result is known.
         }
         member.reconnect();
         let mut content = [1; PAGE_BYTES];

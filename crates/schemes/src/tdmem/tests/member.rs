@@ -35,7 +35,7 @@ pub fn start(settings: &NodeSettings) -> (SoftNic, Shared) {
     (nic, Arc::new(Mutex::new(node)))
 }
 
-/// A NIC that executes single WQEs when it is told to.
+/// A NIC that executes single WQEs, in [`step`].
 pub fn stepped() -> (Arc<InlineNic>, SoftNic) {
     let memory = |bytes: usize| DmaMemory::anonymous(bytes).unwrap();
     let nic = InlineNic::stepped(Limits::default(), Box::new(memory));
