@@ -249,7 +249,7 @@ impl Backing {
         if let Some(inherited) = &self.inheritance {
             inherited.connection.release();
             let bytes = self.frames.frames as usize * PAGE_BYTES;
-            // SAFETY: this pager's own memory. No inherited page is left to be read.
+            // SAFETY: this pager's own memory. All inherited pages were read.
             let _ = unsafe { sys::madvise(inherited.pages, bytes, libc::MADV_DONTNEED) };
         }
     }

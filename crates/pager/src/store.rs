@@ -40,8 +40,8 @@ unsafe impl Send for FileStore {}
 unsafe impl Sync for FileStore {}
 
 impl FileStore {
-    /// Creates an unlinked file in `directory`. The file lies on a disk, so the caller encrypts what
-    /// it writes.
+    /// Creates an unlinked file in `directory`. The file lies on a disk, so the caller encrypts the
+    /// pages.
     pub fn unlinked(directory: &Path, memory: FrameMemory) -> io::Result<Self> {
         let file = OpenOptions::new()
             .read(true)

@@ -46,7 +46,8 @@ impl Liar {
             return content;
         }
         let lie = self.lie(at, &content, frame);
-        // Another version may have the same bytes, if nothing is encrypted. The next READ lies then.
+        // Another version may have the same bytes, if nothing is encrypted. Then the next READ
+        // lies.
         self.left = u64::from(*lie == *content);
         lie
     }

@@ -5,8 +5,8 @@
 //! place is free. An eighth of the slots stays free as long as the pool has chunks, so that a draw
 //! takes few attempts and has much to choose from.
 //!
-//! One store of each chunk is not uniform over all chunks: the first store into a new chunk, because
-//! a chunk without a used slot would never be freed. Its place within the chunk is uniform.
+//! One store of each chunk is not uniform over all chunks: the first store into a new chunk,
+//! because a chunk without a used slot would never be freed. Its place within the chunk is uniform.
 
 use std::io;
 
@@ -78,7 +78,7 @@ impl Slots {
     }
 
     /// Returns true if a page must be written to another slot than it has: a child may need the
-    /// content of the slot, or the slot of each store is drawn anew.
+    /// content of the slot, or the slot of each store is drawn at random.
     pub fn needs_another(&self, slot: SlotId) -> bool {
         self.scatter.is_some() || self.is_frozen(slot)
     }

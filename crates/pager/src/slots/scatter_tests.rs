@@ -109,8 +109,8 @@ fn slots_of(seen: &[(u32, u32)]) -> Vec<f64> {
 }
 
 /// Chi-square statistic over its degrees of freedom, as a number of standard deviations. A program
-/// that stores its pages in turn uses the slots more evenly than by chance, because a slot is in use
-/// until its page is stored again. So only large values count.
+/// that stores its pages in turn uses the slots more evenly than by chance, because a slot is in
+/// use until its page is stored again. So only large values count.
 fn chi_square_sigmas(counts: &[u64], expected: &[f64]) -> f64 {
     let terms = counts.iter().zip(expected).map(|(count, e)| (*count as f64 - e).powi(2) / e);
     let freedom = counts.len() as f64 - 1.0;

@@ -34,8 +34,7 @@ pub struct SealedPool<N: Nic = DefaultNic> {
 
 /// The right to use a block, and the seal of the value in it.
 ///
-/// Whoever has the block can load the value that was stored last. A copy would keep an old seal, so
-/// there are none.
+/// A block cannot be copied, because the copy would keep the seal of an old value.
 #[derive(Debug)]
 pub struct SealedBlock {
     grant: Grant,
