@@ -18,7 +18,7 @@
 //! free lives. So slots become free again even if there is always a living child.
 //!
 //! Each slot has the fingerprint of its content ([`crate::fingerprint`]). A slot whose content is
-//! encrypted has its seal too ([`seals`]).
+//! encrypted has its seal too (`seals`).
 //!
 //! Two kinds of slots have no memory. The content of an *inherited* slot is held by the page server
 //! of another process ([`crate::fork`]). A *word* slot is a page that repeats one word, which the

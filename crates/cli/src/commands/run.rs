@@ -91,10 +91,9 @@ pub struct Run {
     seal: Option<SealChoice>,
 
     /// Pattern of accesses to hide from a memory node. writes: each page goes to a random free
-    /// place whenever it is written. reads: each place is also read at most once, so that a page that is
-    /// read is written again later. Both move pages one by one, which is slower. The times of the
-    /// transfers are not hidden
-    /// [default: off, or GRANARY_HIDE]
+    /// place whenever it is written. reads: each place is also read at most once, so that a page
+    /// that is read is written again later. Both move pages one by one, which is slower. The times
+    /// of the transfers are not hidden [default: off, or GRANARY_HIDE]
     #[arg(long, value_name = "off|writes|reads")]
     hide: Option<Hide>,
 
