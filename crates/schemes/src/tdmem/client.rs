@@ -9,7 +9,7 @@
 //! | free | INVALIDATE PAGE | WRITE command |
 //!
 //! A command that failed may have been executed. Its slot is set aside, and the page is in state
-//! [`State::Unknown`], until the client has read the slot's answer: the command was executed if
+//! `State::Unknown`, until the client has read the slot's answer: the command was executed if
 //! the answer has its sequence number.
 
 use std::sync::OnceLock;
