@@ -30,6 +30,13 @@ fn wrong_command_line_exits_with_2_and_a_reason() {
             &["serve", "--scheme", "premmap-rpc", "--no-contention-control"],
             "--no-contention-control: only schemes finemem, finemem-paper and premmap-onesided",
         ),
+        (&["serve", "--tier", "local=1MiB"], "expected fast=SIZE or dram=SIZE"),
+        (&["serve", "--tier", "fast=1MiB"], "--tier: only scheme tdmem has this setting"),
+        (&["serve", "--tier", "fast=1MiB", "--tier", "fast=1MiB"], "--tier fast: given twice"),
+        (
+            &["serve", "--scheme=tdmem", "--memory=8MiB", "--tier=fast=3MiB", "--tier=dram=6MiB"],
+            "the tiers must add up to the donated 8388608 bytes",
+        ),
         (&["bench", "access", "--in-flight", "0"], "--in-flight 0: must be 1 to"),
         (&["bench", "access", "--seconds", "0"], "more than 0"),
         (&["bench", "paper"], "required arguments"),

@@ -71,13 +71,13 @@ pub fn check(settings: &NodeSettings) -> Result<(), Error> {
             let names: Vec<_> = ALL.iter().filter(has).map(|scheme| scheme.name).collect();
             let (last, others) = names.split_last().unwrap_or((&"none", &[]));
             let names = match others {
-                [] => format!("scheme {last}"),
-                _ => format!("schemes {} and {last}", others.join(", ")),
+                [] => format!("scheme {last} has"),
+                _ => format!("schemes {} and {last} have", others.join(", ")),
             };
             return Err(Error::Setting {
                 setting: name,
                 value: value.to_string(),
-                why: format!("only {names} have this setting"),
+                why: format!("only {names} this setting"),
             });
         }
     }

@@ -349,6 +349,7 @@ impl Serve {
 fn option_of(setting: &str, value: &str) -> String {
     let option = match setting {
         "clients_max" => "clients".to_owned(),
+        "tiers" => "tier".to_owned(),
         setting => setting.replace('_', "-"),
     };
     match value {
