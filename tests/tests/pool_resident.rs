@@ -174,8 +174,8 @@ macro_rules! schemes {
     };
 }
 
-// With the default of `granary serve`, and with other values of `--keep-resident`. Odrp uses 0,
-// because the default would keep all of its memory.
+// With the default of `granary serve`, and with other values of `--keep-resident`. Schemes
+// with access by pages use 0, because the default would keep all of their memory.
 schemes! {
     released_chunks_of_onesidedmw_give_their_memory_back: ONESIDEDMW, KEPT, [];
     released_chunks_of_rpc_mw_2_give_their_memory_back: RPC_MW_2, KEPT, [];
@@ -187,6 +187,7 @@ schemes! {
     released_chunks_of_premmap_rpc_give_their_memory_back: PREMMAP_RPC, KEPT, [];
     released_chunks_of_ondemand_rpc_give_their_memory_back: ONDEMAND_RPC, KEPT, [];
     released_pages_of_odrp_give_their_memory_back: ODRP, 0, ["--keep-resident", "0"];
+    released_pages_of_tdmem_give_their_memory_back: TDMEM, 0, ["--keep-resident", "0"];
     a_memory_node_may_keep_nothing: ONESIDEDMW, 0, ["--keep-resident", "0"];
     a_memory_node_may_keep_a_part: ONESIDEDMW, 16 << 20, ["--keep-resident", "19MiB"];
     a_memory_node_may_keep_all: ONESIDEDMW, 128 << 20, ["--keep-resident", "1GiB"];

@@ -179,8 +179,8 @@ pub struct Donation {
     #[arg(long, value_name = "SIZE", default_value = "1GiB")]
     pub memory: Size,
 
-    /// Size of a chunk: a power of two from 512 bytes to 1GiB [default: 1MiB; in scheme odrp 4KiB,
-    /// its only size]
+    /// Size of a chunk: a power of two from 512 bytes to 1GiB [default: 1MiB; in schemes odrp and
+    /// tdmem 4KiB, their only size]
     #[arg(long, value_name = "SIZE")]
     pub chunk: Option<Size>,
 }

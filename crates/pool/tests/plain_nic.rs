@@ -18,6 +18,7 @@ use pool::{
     Scheme, Service, Settings, schemes,
 };
 use rnic::nic::{SoftCq, SoftMr, SoftMw, SoftNic, SoftPd, SoftQp, SoftSrq};
+use scheme::info::AccessKind;
 use verbs::{
     Access, Caps, CqAttr, DeviceInfo, DmaMemory, Error as VerbsError, Events, Guards, Nic, QpAttr,
     Receive, ReceiveAttr, RegionEngine, Rereg,
@@ -193,10 +194,28 @@ fn embedded(nic: PlainNic, settings: &Settings) -> Result<EmbeddedNode<PlainNic>
     EmbeddedNode::start_on(nic, settings, &schemes::nodes_without_chains(), schemes::clients())
 }
 
+/// Allocates, writes, reads and frees pages, and finds them cleared afterwards.
+fn check_pages(pool: &Pool<PlainNic>) {
+    for round in 1..4 {
+        let grant = pool.allocate_in_blocking(GroupId(0)).unwrap();
+        let mut page = [1; CHUNK as usize];
+        pool.read_blocking(&grant, 0, &mut page).unwrap();
+        assert_eq!(page, [0; CHUNK as usize], "a page reads as zeros");
+        pool.write_blocking(&grant, 0, &[round; CHUNK as usize]).unwrap();
+        pool.read_blocking(&grant, 0, &mut page).unwrap();
+        assert_eq!(page, [round; CHUNK as usize]);
+        pool.free_blocking(grant).unwrap();
+    }
+    check_whole(pool, CHUNKS);
+}
+
 /// Allocates, writes, reads, changes words, frees, and finds the chunk cleared afterwards.
 fn check_use(pool: &Pool<PlainNic>) {
     let scheme = pool.scheme();
     assert_eq!(pool.nic().caps().name, "plain");
+    if scheme.access == AccessKind::Pages {
+        return check_pages(pool);
+    }
     for round in 0..3u64 {
         let grant = pool.allocate_in_blocking(GroupId(0)).unwrap();
         let mut word = [1; 8];

@@ -13,6 +13,7 @@ use pool::{
     Address, Endpoint, Error, Listen, Options, Pool, Remote, Scheme, Service, Settings, Token,
     schemes,
 };
+use scheme::info::AccessKind;
 use schemes::onesidedmw::Budget;
 
 fn settings() -> Settings {
@@ -37,8 +38,8 @@ fn options() -> Options {
 
 #[test]
 fn chunks_are_allocated_used_and_freed_over_the_wire() {
-    // Another test covers the scheme with access by pages.
-    let all = schemes::ALL.iter().filter(|scheme| **scheme != schemes::ODRP);
+    // Another test covers the schemes with access by pages.
+    let all = schemes::ALL.iter().filter(|scheme| scheme.access == AccessKind::OneSided);
     let places = all.map(|scheme| (*scheme, "127.0.0.1:0"));
     for (scheme, address) in places.chain([(schemes::ONESIDEDMW, "[::1]:0")]) {
         let (service, remote) = serve_by(scheme, address);
@@ -159,11 +160,46 @@ fn refused_access_breaks_nothing_else() {
     a.write_blocking(&again, 0, b"again").unwrap();
 }
 
+/// Packets of 1 KiB to 4 KiB carry a page. The page that a write replaces is free when the write
+/// returns.
+#[test]
+fn pages_are_stored_read_and_freed_over_the_wire() {
+    for scheme in schemes::ALL.iter().filter(|scheme| scheme.access == AccessKind::Pages) {
+        let listen = Listen::to_all("127.0.0.1:0".parse().unwrap());
+        let settings =
+            Settings { scheme, chunk_bytes: 4096, donate_bytes: 16 * 4096, ..settings() };
+        let service = Service::start_with(&settings, &Endpoint::Fresh, Some(&listen)).unwrap();
+        let to = service.address().unwrap().into();
+        let remote = Remote { to, token: None, nic: None };
+        let (pool, other) = (
+            Pool::connect_remote(&remote, options()).unwrap(),
+            Pool::connect_remote(&remote, options()).unwrap(),
+        );
+        for round in 1..20u8 {
+            let grants: Vec<_> = (0..8).map(|_| pool.allocate_blocking().unwrap()).collect();
+            for (i, grant) in (0..).zip(&grants) {
+                pool.write_blocking(grant, 0, &[i; 4096]).unwrap();
+                pool.write_blocking(grant, 0, &[round + i; 4096]).unwrap();
+            }
+            assert_eq!(other.node_status().unwrap().node.free, 8, "{scheme}");
+            for (i, grant) in (0..).zip(grants) {
+                let mut page = [0; 4096];
+                pool.read_blocking(&grant, 0, &mut page).unwrap();
+                assert!(page == [round + i; 4096], "{scheme}");
+                pool.free_blocking(grant).unwrap();
+            }
+        }
+        drop(pool);
+        while other.node_status().unwrap().node.leaving > 0 {}
+        other.audit().unwrap();
+    }
+}
+
 /// The initial state is derived from a salt that the compute node draws each time.
 #[test]
 fn broken_access_qps_are_reestablished_in_every_scheme() {
     // A scheme with access by pages has no keys.
-    for scheme in schemes::ALL.iter().filter(|scheme| **scheme != schemes::ODRP) {
+    for scheme in schemes::ALL.iter().filter(|scheme| scheme.access == AccessKind::OneSided) {
         let (_service, remote) = serve_by(scheme, "127.0.0.1:0");
         let pool = Pool::connect_remote(&remote, options()).unwrap();
         let grant = pool.allocate_blocking().unwrap();

@@ -18,6 +18,7 @@ use verbs::{
 
 use crate::Error;
 use crate::connect::Offer;
+use crate::options::SchemeOptions;
 use crate::registry::{ClientParts, ClientRegistry, NodeRegistry};
 use crate::request_queue::SharedQp;
 use crate::settings::NodeSettings;
@@ -121,7 +122,8 @@ impl<N: Nic> Suite<'_, N> {
                 (nic.create_qp(&pd, attr).unwrap(), Arc::new(Completer::new(cq)))
             })
             .collect();
-        let parts = ClientParts { nic, pd: &pd, offer, access: &access[..1] };
+        let options = SchemeOptions::default();
+        let parts = ClientParts { nic, pd: &pd, offer, access: &access[..1], options: &options };
         let scheme = family.client(&parts).unwrap();
         let local =
             |bytes, rights| nic.reg_mr(&pd, &nic.alloc_dma(bytes).unwrap(), rights).unwrap();

@@ -4,7 +4,7 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 
 use serde::{Serialize, Serializer};
-use verbs::Caps;
+use verbs::{Caps, Feature};
 
 /// Description of an allocation scheme.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -71,6 +71,8 @@ pub enum Isolation {
     SharedRegion,
     /// A page table of the owner. The owner has no key.
     PageTable,
+    /// A table of the owners of pages, in which an engine of the NIC looks each access up.
+    PageOwners,
 }
 
 /// The sizes of an allocation.
@@ -115,6 +117,8 @@ pub enum Need {
     BigEndianAtomics,
     /// Atomics that are atomic with respect to the CPU.
     GlobalAtomics,
+    /// Regions behind an engine.
+    RegionEngines,
     /// Inline data of this number of bytes.
     Inline(u32),
 }
@@ -168,7 +172,11 @@ impl Isolation {
     pub fn has_type1_windows(self) -> bool {
         match self {
             Self::SharedWindows | Self::SharedWindowsAhead | Self::GuardedWindows => true,
-            Self::QpWindows | Self::Regions | Self::SharedRegion | Self::PageTable => false,
+            Self::QpWindows
+            | Self::Regions
+            | Self::SharedRegion
+            | Self::PageTable
+            | Self::PageOwners => false,
         }
     }
 }
@@ -182,6 +190,7 @@ impl Need {
             Self::Type1Windows => caps.type1_windows,
             Self::BigEndianAtomics => caps.big_endian_atomics,
             Self::GlobalAtomics => caps.global_atomics,
+            Self::RegionEngines => caps.has(Feature::RegionEngines),
             Self::Inline(bytes) => caps.max_inline >= bytes,
         }
     }
@@ -195,6 +204,7 @@ impl fmt::Display for Need {
             Self::Type1Windows => f.write_str("type-1 windows"),
             Self::BigEndianAtomics => f.write_str("big-endian atomics"),
             Self::GlobalAtomics => f.write_str("atomics that are atomic with respect to the CPU"),
+            Self::RegionEngines => f.write_str("regions behind an engine"),
             Self::Inline(bytes) => write!(f, "inline data of {bytes} bytes"),
         }
     }

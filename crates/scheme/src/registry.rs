@@ -6,6 +6,7 @@ use verbs::Nic;
 use crate::Error;
 use crate::connect::Offer;
 use crate::info::Scheme;
+use crate::options::SchemeOptions;
 use crate::request_queue::SharedQp;
 use crate::settings::NodeSettings;
 use crate::{ClientScheme, NodeScheme};
@@ -48,6 +49,8 @@ pub struct ClientParts<'a, N: Nic> {
     pub offer: &'a Offer,
     /// The first access QP of each group.
     pub access: &'a [SharedQp<N>],
+    /// The client's own options of the scheme. A scheme ignores those of other schemes.
+    pub options: &'a SchemeOptions,
 }
 
 /// A list of families.

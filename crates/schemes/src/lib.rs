@@ -11,11 +11,13 @@ pub mod finemem;
 pub mod odrp;
 pub mod onesidedmw;
 pub mod rpc;
+pub mod tdmem;
 
 pub use crate::finemem::{FINEMEM, FINEMEM_PAPER, PREMMAP_ONESIDED};
 pub use crate::odrp::ODRP;
 pub use crate::onesidedmw::ONESIDEDMW;
 pub use crate::rpc::{FINE_MR, ONDEMAND_RPC, PREMMAP_RPC, RPC_MW_1, RPC_MW_2, STATIC_MR};
+pub use crate::tdmem::TDMEM;
 
 use scheme::registry::{ClientFamily, ClientRegistry, Family, NodeFamily, NodeRegistry, Registry};
 use scheme::{Error, NodeSettings, Scheme};
@@ -30,6 +32,7 @@ pub const ALL: &[Scheme] = &[
     FINE_MR,
     STATIC_MR,
     ODRP,
+    TDMEM,
     FINEMEM,
     FINEMEM_PAPER,
     PREMMAP_ONESIDED,
@@ -39,7 +42,7 @@ pub const ALL: &[Scheme] = &[
 
 /// The families of this crate.
 const FAMILIES: &[&dyn Family] =
-    &[&onesidedmw::Family, &odrp::Family, &finemem::Family, &rpc::Family];
+    &[&onesidedmw::Family, &odrp::Family, &tdmem::Family, &finemem::Family, &rpc::Family];
 
 /// The families for the memory node of a NIC that executes chains.
 pub fn nodes<N: DirectNic>() -> NodeRegistry<N> {
@@ -48,14 +51,15 @@ pub fn nodes<N: DirectNic>() -> NodeRegistry<N> {
 
 /// The families for the memory node of any NIC.
 pub fn nodes_without_chains<N: Nic>() -> NodeRegistry<N> {
-    let families: [&'static dyn NodeFamily<N>; 2] = [&finemem::Family, &rpc::Family];
+    let families: [&'static dyn NodeFamily<N>; 3] =
+        [&finemem::Family, &rpc::Family, &tdmem::Family];
     Registry::new(families)
 }
 
 /// The families for a pool client.
 pub fn clients<N: Nic>() -> ClientRegistry<N> {
-    let families: [&'static dyn ClientFamily<N>; 4] =
-        [&onesidedmw::Family, &odrp::Family, &finemem::Family, &rpc::Family];
+    let families: [&'static dyn ClientFamily<N>; 5] =
+        [&onesidedmw::Family, &odrp::Family, &finemem::Family, &rpc::Family, &tdmem::Family];
     Registry::new(families)
 }
 

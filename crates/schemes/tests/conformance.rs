@@ -3,6 +3,7 @@
 use rnic::nic::SoftNic;
 use scheme::{NodeSettings, Scheme, conformance};
 use schemes::onesidedmw::Budget;
+use schemes::tdmem::TierSizes;
 
 fn settings(scheme: Scheme) -> NodeSettings {
     NodeSettings { clients_max: 4, credits: 4, ..NodeSettings::new(scheme, 5, 4096) }
@@ -30,6 +31,8 @@ fn every_scheme_conforms_with_its_options() {
                 "budget" => {
                     settings(scheme).with(option, Budget { chunks: Some(100), ..Budget::default() })
                 }
+                "tiers" => settings(scheme).with(option, TierSizes { fast: 8192, dram: None }),
+                "seed" => settings(scheme).with(option, 7),
                 other => panic!("option {other} has no check"),
             });
         }

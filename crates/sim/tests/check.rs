@@ -54,6 +54,11 @@ fn odrp() {
 }
 
 #[test]
+fn tdmem() {
+    check_seeds(Case::of(schemes::TDMEM));
+}
+
+#[test]
 fn rpc_mw_2() {
     check_seeds(Case::of(schemes::RPC_MW_2));
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use pool::{Options, Settings};
 use pool::{Scheme, schemes};
+use scheme::info::AccessKind;
 use scheme::{GroupId, NodeScheme};
 use sim::{Cluster, ClusterSpec, NodeId, Params, Time, fiber};
 
@@ -100,8 +101,8 @@ fn clients_allocate_read_and_free_in_virtual_time() {
         let (many, _) = loop_of(scheme, 24, 1, 50, false);
         println!("{scheme}: 1 client {one:.3?} us, 24 clients {many:.3?} us");
         assert!(one.iter().zip(&many).all(|(a, b)| a <= b), "more clients must not be faster");
-        // ODRP assigns a page number without a request to the memory node.
-        let asks = scheme != schemes::ODRP;
+        // A scheme with access by pages assigns a page number without a request.
+        let asks = scheme.access == AccessKind::OneSided;
         assert!((!asks || one[0] > 2.0) && many[0] < 1000.0, "{one:?} {many:?}");
     }
 }

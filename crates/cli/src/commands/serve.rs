@@ -1,5 +1,6 @@
 //! `granary serve`: runs a memory node.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -7,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use metrics::server::Server;
+use pool::schemes::tdmem::{Tier, TierSizes};
 use pool::{
     Address, Budget, ControlMode, Endpoint, Listen, Scheme, Service, Settings, Token, schemes,
 };
@@ -74,8 +76,9 @@ pub struct Serve {
     #[arg(long, hide = true, requires = "private")]
     share_chunks: bool,
 
-    /// Allocation scheme: onesidedmw (the NIC allocates) or finemem (the compute node allocates
-    /// with one-sided operations). For comparison: odrp (the NIC allocates pages at their first
+    /// Allocation scheme: onesidedmw (the NIC allocates), finemem (the compute node allocates with
+    /// one-sided operations), or tdmem (the NIC allocates pages at random places, and looks the
+    /// owner up at each access). For comparison: odrp (the NIC allocates pages at their first
     /// access); rpc-mw-2, fine-mr, static-mr, ondemand-rpc (the memory node's CPU allocates on
     /// request); and, unsafe, finemem-paper (finemem as published), premmap-onesided (the compute
     /// node allocates from an array), rpc-mw-1, premmap-rpc. See docs/user/choosing.md
@@ -100,6 +103,12 @@ pub struct Serve {
     /// array, even one read as taken. For comparison
     #[arg(long)]
     no_contention_control: bool,
+
+    /// Size of a memory tier in scheme tdmem: fast=SIZE or dram=SIZE. Pages are stored in tier fast
+    /// while it has room. The sizes add up to --memory; a tier dram without a size has the rest. In
+    /// software both tiers are main memory
+    #[arg(long = "tier", value_name = "TIER=SIZE", value_parser = tier)]
+    tiers: Vec<(Tier, Size)>,
 
     /// Memory windows per group: one for the owner of the grant, and one for each lane
     #[arg(long, value_name = "WINDOWS", default_value_t = Settings::default().group_size)]
@@ -254,6 +263,7 @@ impl Serve {
             ("separation", self.no_separation, json!(false)),
             ("contention_control", self.no_contention_control, json!(false)),
             ("budget", budget.is_set(), json!(budget)),
+            ("tiers", !self.tiers.is_empty(), json!(self.tier_sizes()?)),
         ] {
             if is_set {
                 settings = settings.with(name, value);
@@ -266,6 +276,19 @@ impl Serve {
             error => anyhow::Error::from(error),
         })?;
         Ok(settings)
+    }
+
+    /// The sizes of the memory tiers.
+    fn tier_sizes(&self) -> Result<TierSizes, UsageError> {
+        let mut sizes = BTreeMap::new();
+        for (tier, size) in &self.tiers {
+            if sizes.insert(*tier, size.bytes()).is_some() {
+                let text = format!("--tier {tier}: given twice; give one size for each tier");
+                return Err(UsageError(text, "serve"));
+            }
+        }
+        let fast = sizes.get(&Tier::Fast).copied().unwrap_or(0);
+        Ok(TierSizes { fast, dram: sizes.get(&Tier::Dram).copied() })
     }
 
     /// Compares the donated memory with the memory of this machine or control group.
@@ -333,6 +356,16 @@ fn option_of(setting: &str, value: &str) -> String {
         "false" => format!("--no-{option}"),
         _ => format!("--{option} {value}"),
     }
+}
+
+/// Parses the size of a tier of the memory node.
+fn tier(text: &str) -> Result<(Tier, Size), String> {
+    let named = text.split_once('=').and_then(|(name, size)| {
+        let tier = Tier::DONOR.into_iter().find(|tier| tier.name() == name)?;
+        Some((tier, size))
+    });
+    let (tier, size) = named.ok_or("expected fast=SIZE or dram=SIZE, e.g. fast=1GiB")?;
+    Ok((tier, size.parse::<Size>().map_err(|error| error.to_string())?))
 }
 
 /// Parses an IP address with or without a port.

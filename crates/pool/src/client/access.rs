@@ -82,7 +82,7 @@ impl<N: Nic> Pool<N> {
             let Access::Paged(pages) = inner.scheme.access() else {
                 unreachable!("access is by pages")
             };
-            pages.read_page(&grant, &mut page).await?;
+            inner.page_request(pages.read_page(&grant, &mut page)).await?;
             inner.group(grant.group).counts.add_page(false, page_bytes);
             Ok::<_, Error>(page)
         };
@@ -99,7 +99,7 @@ impl<N: Nic> Pool<N> {
             let Access::Paged(pages) = inner.scheme.access() else {
                 unreachable!("access is by pages")
             };
-            pages.write_page(&grant, &page).await?;
+            inner.page_request(pages.write_page(&grant, &page)).await?;
             inner.group(grant.group).counts.add_page(true, page.len());
             Ok::<_, Error>(())
         };

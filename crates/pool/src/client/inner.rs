@@ -17,7 +17,7 @@ use super::operation::{HeldMemory, TRIES};
 use crate::protocol::NodeHello;
 use crate::remote::route::sibling_peer;
 use crate::{Error, Scheme};
-use scheme::{ClientScheme, ConnectReply, ConnectionEpoch, Grant, GroupId};
+use scheme::{Answer, ClientScheme, ConnectReply, ConnectionEpoch, Grant, GroupId};
 
 /// State that all clones of a [`Pool`](super::Pool) share.
 pub(super) struct Inner<N: Nic> {
@@ -161,6 +161,17 @@ impl<N: Nic> Inner<N> {
             }
             Err(Error::NotYours { .. }) => {}
             Err(_) => self.recover_request().await?,
+        }
+        result
+    }
+
+    /// Executes the request that reads or writes a page. Re-establishes the management QPs before
+    /// it, if they are closed, and after it, if they broke.
+    pub(super) async fn page_request(&self, request: Answer<'_, ()>) -> Result<(), Error> {
+        self.reopen_management()?;
+        let result = request.await;
+        if let Err(Error::ManagementBroken { .. }) = &result {
+            self.recover_request().await?;
         }
         result
     }

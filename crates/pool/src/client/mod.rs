@@ -47,6 +47,7 @@ use self::inner::Inner;
 use self::lend::Lendable;
 use crate::protocol::{NodeHello, Status};
 use crate::{DefaultNic, Error, Scheme};
+use scheme::options::SchemeOptions;
 use scheme::registry::{ClientParts, ClientRegistry};
 use scheme::{CasStats, ConnectRequest, ConnectionEpoch, Grant, GroupId, QPS_MAX, bulletin};
 use units::cpus::cores;
@@ -73,11 +74,16 @@ pub struct Options {
     /// The QPs of all lanes but the first complete to a CQ of their own, so that they can be lent
     /// to another process ([`Pool::lend_lanes`]).
     pub is_lendable: bool,
+    /// The compute node's own options of the scheme, by name. A scheme ignores the options of other
+    /// schemes. Scheme `tdmem` has `local_bytes`: memory of the compute node that holds pages
+    /// before the memory node does.
+    pub scheme: SchemeOptions,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { groups: None, send_blocks: 256, is_lendable: false }
+        let scheme = SchemeOptions::default();
+        Self { groups: None, send_blocks: 256, is_lendable: false, scheme }
     }
 }
 
@@ -193,7 +199,8 @@ impl<N: Nic> Pool<N> {
             .collect::<Result<Vec<_>, _>>()?;
         let first = |g: &Group<N>| (g.qps[0].qp().clone(), g.completer.clone());
         let access: Vec<_> = groups.iter().map(first).collect();
-        let parts = ClientParts { nic: &nic, pd: &pd, offer: &welcome.offer, access: &access };
+        let (offer, own) = (&welcome.offer, &options.scheme);
+        let parts = ClientParts { nic: &nic, pd: &pd, offer, access: &access, options: own };
         let scheme = family.client(&parts)?;
         let mut shared = false;
         scheme.each_queue(&mut |queue| shared |= queue.is_shared());

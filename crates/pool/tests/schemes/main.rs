@@ -15,11 +15,14 @@ use scheme::info::Isolation;
 
 macro_rules! run {
     ($how:expr, $place:expr, [$($check:ident),* $(,)?]) => {
+        run!(checks, $how, $place, [$($check),*]);
+    };
+    ($checks:ident, $how:expr, $place:expr, [$($check:ident),* $(,)?]) => {
         $(
             #[test]
             fn $check() {
                 let setup = crate::Setup { how: $how, place: $place };
-                crate::checks::$check(&setup);
+                crate::$checks::$check(&setup);
             }
         )*
     };
@@ -127,40 +130,42 @@ scheme!(ondemand_rpc, crate::How::by(pool::schemes::ONDEMAND_RPC));
 
 /// Access by pages: the checks of [`checks`] for keys, ranges and parts of a chunk do not apply;
 /// the others have a version with pages.
-mod odrp {
-    macro_rules! pages {
-        ($name:ident, $place:expr, [$($check:ident),* $(,)?]) => {
-            mod $name {
-                $(
-                    #[test]
-                    fn $check() {
-                        crate::pages::$check($place);
-                    }
-                )*
+macro_rules! paged_scheme {
+    ($name:ident, $how:expr) => {
+        mod $name {
+            mod inline {
+                paged_scheme!(@all $how, crate::Place::Embedded);
             }
-        };
-        ($name:ident, $place:expr) => {
-            pages!($name, $place, [
-                page_is_zero_and_keeps_written_data,
-                memory_is_allocated_by_the_first_write,
-                foreign_chunk_is_not_freed,
-                empty_pool_wait_ends_when_a_chunk_is_freed,
-                page_has_one_owner_at_a_time,
-                abandoned_page_requests_have_no_side_effect,
-                departure_returns_all_chunks,
-                access_that_is_not_a_whole_page_is_refused,
-            ]);
-        };
-    }
-    pages!(inline, crate::Place::Embedded);
-    pages!(shm, crate::Place::SameProcess);
-    pages!(shm_other_process, crate::Place::OtherProcess);
+            mod shm {
+                paged_scheme!(@all $how, crate::Place::SameProcess);
+            }
+            mod shm_other_process {
+                paged_scheme!(@all $how, crate::Place::OtherProcess);
 
-    #[test]
-    fn operations_end_when_the_node_dies() {
-        crate::pages::operations_end_when_the_node_dies();
-    }
+                #[test]
+                fn operations_end_when_the_node_dies() {
+                    crate::pages::operations_end_when_the_node_dies($how);
+                }
+            }
+        }
+    };
+    (@all $how:expr, $place:expr) => {
+        run!(pages, $how, $place, [
+            page_is_zero_and_keeps_written_data,
+            memory_is_allocated_by_the_first_write,
+            full_pool_keeps_pages_writable,
+            foreign_chunk_is_not_freed,
+            empty_pool_wait_ends_when_a_chunk_is_freed,
+            page_has_one_owner_at_a_time,
+            abandoned_page_requests_have_no_side_effect,
+            departure_returns_all_chunks,
+            access_that_is_not_a_whole_page_is_refused,
+        ]);
+    };
 }
+
+paged_scheme!(odrp, crate::How::by(pool::schemes::ODRP));
+paged_scheme!(tdmem, crate::How::by(pool::schemes::TDMEM));
 
 /// Several cores answer the requests.
 mod several_cores {

@@ -13,6 +13,7 @@ use pool::{
 };
 use rnic::nic::SoftNic;
 use rnic::port::shm::socket::{receive, send};
+use scheme::info::AccessKind;
 use verbs::{Access, CqAttr, Nic, QpAttr, QueuePair, Receive, SessionSecret};
 
 mod place;
@@ -352,7 +353,7 @@ fn stop_notifies_clients_and_removes_the_socket() {
             assert!(matches!(result, Err(Error::Gone { .. })), "{scheme}: {result:?}");
         }
         // A page is allocated by its first write.
-        if *scheme != schemes::ODRP {
+        if scheme.access == AccessKind::OneSided {
             assert!(matches!(pool.allocate_blocking(), Err(Error::Gone { .. })));
         }
         assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());

@@ -2,21 +2,20 @@
 //! §4.3).
 
 use scheme::{Error, bulletin};
-use verbs::direct::DirectNic;
-use verbs::{Completion, CompletionQueue, CqAttr, Op, QueuePair, Remote, WorkRequest};
+use verbs::{Completion, CompletionQueue, CqAttr, Nic, Op, QueuePair, Remote, WorkRequest};
 
 /// Building blocks of the send queues that bulletins are written from.
 pub const BULLETIN_BLOCKS: u32 = 16;
 
 /// The state last broadcast to the clients.
-pub struct AvailabilityNotifier<N: DirectNic> {
+pub struct AvailabilityNotifier<N: Nic> {
     /// Receives the completions of the WRITEs to bulletins.
     pub written: N::Cq,
     empty: bool,
     generation: u32,
 }
 
-impl<N: DirectNic> AvailabilityNotifier<N> {
+impl<N: Nic> AvailabilityNotifier<N> {
     /// Starts in the state "available", which clients assume without a broadcast.
     pub fn new(nic: &N, clients_max: u32) -> Result<Self, Error> {
         let entries = clients_max * BULLETIN_BLOCKS;

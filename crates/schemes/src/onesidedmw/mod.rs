@@ -108,7 +108,7 @@ impl<N: Nic> ClientFamily<N> for Family {
     }
 
     fn client(&self, parts: &ClientParts<'_, N>) -> Result<Box<dyn ClientScheme>, Error> {
-        let ClientParts { nic, pd, offer, access } = *parts;
+        let ClientParts { nic, pd, offer, access, .. } = *parts;
         Ok(Box::new(Client::new(nic, pd, offer, access)?))
     }
 }

@@ -4,7 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use pool::{Scheme, Settings, schemes};
-use scheme::info::Isolation;
+use scheme::info::{AccessKind, Isolation};
+use schemes::tdmem::TierSizes;
 
 /// A scheme and the settings that the seed does not determine.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -60,6 +61,7 @@ impl Case {
         Self::of(schemes::FINE_MR),
         Self::of(schemes::STATIC_MR),
         Self::of(schemes::ODRP),
+        Self::of(schemes::TDMEM),
         Self::of(schemes::FINEMEM),
         Self::of(schemes::FINEMEM_PAPER),
         Self::of(schemes::PREMMAP_ONESIDED),
@@ -124,6 +126,14 @@ impl Case {
             group_size: self.group_size.unwrap_or(settings.group_size),
             ..settings
         };
+        let settings = match self.has_engine() {
+            // The choice of pages must not differ between two runs of a seed.
+            true => {
+                let fast = settings.chunks() / 3 * settings.chunk_bytes;
+                settings.with("seed", 1).with("tiers", TierSizes { fast, dram: None })
+            }
+            false => settings,
+        };
         if self.separation { settings } else { settings.with("separation", false) }
     }
 
@@ -146,9 +156,14 @@ impl Case {
         schemes::finemem::has_tree(self.scheme)
     }
 
-    /// Returns whether access is by pages, whose addresses clients never learn.
+    /// Returns whether access is by pages.
     pub(super) fn is_paged(&self) -> bool {
-        self.scheme == schemes::ODRP
+        self.scheme.access == AccessKind::Pages
+    }
+
+    /// Returns whether an engine of the NIC owns the pages, and clients address them directly.
+    pub(super) fn has_engine(&self) -> bool {
+        self.scheme == schemes::TDMEM
     }
 }
 

@@ -11,7 +11,7 @@ use rnic::port::inline::InlineFunction;
 use schemes::finemem;
 
 use super::invariant::{Invariant, Violation};
-use super::node_view::{self, NodeView};
+use super::node_view::{NodeView, PageState};
 use super::oracle::{ClientIndex, Oracle};
 use super::scenario::{Role, Scenario};
 use super::{Context, Outcome, honest, hostile};
@@ -228,7 +228,7 @@ impl<'a> World<'a> {
         let mut oracle = self.oracle.borrow_mut();
         oracle.now = sim.now();
         if self.scenario.case.is_paged() {
-            oracle.set_tables(self.cluster.try_scheme(|s| node_view::tables(s)));
+            oracle.set_pages(self.cluster.try_scheme(|s| PageState::of(s)));
         }
         match sim.take_observed() {
             Some(observed) => oracle.after_step(&observed, read),

@@ -1,13 +1,16 @@
 //! The memory node's allocation state, in one form for all schemes.
 
 use std::any::Any;
+use std::sync::Arc;
 
 use scheme::index::EntryId;
 use scheme::{ClientId, NodeScheme};
 use schemes::blocks::ChunkIndex;
 use schemes::odrp::table::page_of;
 use schemes::onesidedmw::layout::Memory;
-use schemes::{finemem, odrp, onesidedmw, rpc};
+use schemes::tdmem::layout::Owner;
+use schemes::tdmem::{Tier, table};
+use schemes::{finemem, odrp, onesidedmw, rpc, tdmem};
 use verbs::{DmaMemory, MemoryRegion};
 
 use crate::nic::SimNic;
@@ -31,10 +34,46 @@ impl Tables {
     }
 }
 
-/// Returns the page tables of the compute nodes whose chains may run.
-pub(super) fn tables(node: &(dyn NodeScheme + 'static)) -> Vec<(ClientId, DmaMemory)> {
-    let any: &dyn Any = node;
-    any.downcast_ref::<odrp::Node<SimNic>>().map_or_else(Vec::new, odrp::Node::tables)
+/// The part of a memory node's state that a [`NodeView`] of a scheme with pages must be told.
+#[derive(Default)]
+pub(super) struct PageState {
+    /// The page tables of the compute nodes whose chains may run.
+    tables: Vec<(ClientId, DmaMemory)>,
+    /// The compute nodes by their numbers as owners of pages.
+    owners: Vec<(Owner, ClientId)>,
+}
+
+impl PageState {
+    pub fn of(node: &(dyn NodeScheme + 'static)) -> Self {
+        let any: &dyn Any = node;
+        if let Some(node) = any.downcast_ref::<odrp::Node<SimNic>>() {
+            return Self { tables: node.tables(), owners: Vec::new() };
+        }
+        let node = any.downcast_ref::<tdmem::Node<SimNic>>();
+        let owners = node.map_or_else(Vec::new, |node| node.owners().collect());
+        Self { tables: Vec::new(), owners }
+    }
+}
+
+/// The tables of the engine of `tdmem`, and the pages.
+pub(super) struct EngineView {
+    tables: Arc<table::Tables>,
+    pages: DmaMemory,
+    owners: Vec<(Owner, ClientId)>,
+}
+
+impl EngineView {
+    fn of(node: &tdmem::Node<SimNic>) -> Self {
+        let (layout, memory) = (node.layout(), node.memory());
+        let (first, end) = (layout.page(0) as usize, layout.bytes() as usize);
+        let pages = memory.slice(first, end - first).expect("the pages are in the region");
+        Self { tables: node.tables().clone(), pages, owners: Vec::new() }
+    }
+
+    /// Returns the compute node with this number; `None` if it is not known now.
+    fn client(&self, number: Owner) -> Option<ClientId> {
+        self.owners.iter().find(|(owner, _)| *owner == number).map(|(_, client)| *client)
+    }
 }
 
 /// A view of a memory node's allocation state.
@@ -47,6 +86,8 @@ pub(super) enum NodeView {
     Rpc(rpc::AllocationView<SimNic>),
     /// Bitmaps and logs of `finemem`.
     Tree(finemem::AllocationView),
+    /// Tables of `tdmem`.
+    Engine(EngineView),
 }
 
 impl NodeView {
@@ -60,6 +101,8 @@ impl NodeView {
             Self::Rpc(node.allocation_view())
         } else if let Some(node) = any.downcast_ref::<finemem::Node<SimNic>>() {
             Self::Tree(node.allocation_view())
+        } else if let Some(node) = any.downcast_ref::<tdmem::Node<SimNic>>() {
+            Self::Engine(EngineView::of(node))
         } else {
             unreachable!("the check does not support this scheme")
         }
@@ -71,6 +114,25 @@ impl NodeView {
             Self::Chains(memory) | Self::Pages(memory, _) => memory.chunks.memory().clone(),
             Self::Rpc(view) => view.memory(),
             Self::Tree(view) => view.memory(),
+            Self::Engine(view) => view.pages.clone(),
+        }
+    }
+
+    /// Returns the number of each page's owner, in scheme `tdmem`.
+    pub fn owner_numbers(&self) -> Vec<Owner> {
+        match self {
+            Self::Engine(view) => {
+                (0..view.tables.pages()).map(|page| view.tables.owner(page)).collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// Returns the compute node that has a number as an owner; `None` if it is not known now.
+    pub fn owner_of_number(&self, number: Owner) -> Option<ClientId> {
+        match self {
+            Self::Engine(view) => view.client(number),
+            _ => None,
         }
     }
 
@@ -87,6 +149,10 @@ impl NodeView {
             }
             Self::Rpc(view) => view.chunk(chunk).map(|c| c.owner),
             Self::Tree(view) => Some(view.owner(chunk)),
+            Self::Engine(view) => match view.tables.owner(chunk.raw()) {
+                0 => Some(None),
+                number => view.client(number).map(Some),
+            },
         }
     }
 
@@ -100,11 +166,15 @@ impl NodeView {
         Some((owners.next()?, owners.next()?))
     }
 
-    /// Sets the current page tables of the compute nodes; `None` if they cannot be read.
-    pub fn set_tables(&mut self, now: Option<Vec<(ClientId, DmaMemory)>>) {
-        if let Self::Pages(_, tables) = self {
-            tables.hidden = now.is_none();
-            tables.all = now.unwrap_or_default();
+    /// Sets the current state of the pages; `None` if it cannot be read.
+    pub fn set_pages(&mut self, now: Option<PageState>) {
+        match self {
+            Self::Pages(_, tables) => {
+                tables.hidden = now.is_none();
+                tables.all = now.unwrap_or_default().tables;
+            }
+            Self::Engine(view) => view.owners = now.map_or_else(Vec::new, |now| now.owners),
+            _ => {}
         }
     }
 
@@ -118,7 +188,7 @@ impl NodeView {
     pub fn is_deferred(&self, chunk: u32) -> bool {
         let chunk = ChunkIndex::new(chunk);
         match self {
-            Self::Chains(_) | Self::Pages(..) => false,
+            Self::Chains(_) | Self::Pages(..) | Self::Engine(_) => false,
             Self::Rpc(view) => view.chunk(chunk).is_some_and(|c| c.aside),
             Self::Tree(view) => view.is_quarantined(chunk),
         }
@@ -137,6 +207,10 @@ impl NodeView {
             Self::Tree(view) => {
                 let free = view.chunks().filter(|chunk| !view.is_taken(*chunk));
                 return Ok(Some(free.map(ChunkIndex::raw).collect()));
+            }
+            Self::Engine(view) => {
+                let tiers = Tier::DONOR.into_iter();
+                return Ok(Some(tiers.flat_map(|tier| view.tables.tier(tier).iter()).collect()));
             }
         };
         // All slots: a slot that the head has passed but that is not emptied yet holds a free entry

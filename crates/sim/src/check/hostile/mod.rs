@@ -8,6 +8,7 @@
 
 mod accesses;
 mod chunks;
+mod engine;
 mod nic_abuse;
 mod pages;
 mod trees;
@@ -126,6 +127,7 @@ impl Hostile {
         let by_itself = cx.case.is_trusting();
         let sides = match scheme.needs_cpu() || !separation {
             _ if by_itself => 0,
+            _ if cx.case.has_engine() => 1,
             true => 1,
             false => 2,
         };
@@ -206,6 +208,9 @@ impl Hostile {
     fn round(&mut self) {
         if self.nic_random.as_mut().is_some_and(|random| random.below(4) == 0) {
             return self.abuse_nic();
+        }
+        if self.cx.case.has_engine() {
+            return self.round_on_engine();
         }
         if self.cx.case.is_paged() {
             return self.round_on_pages();

@@ -9,6 +9,7 @@ use verbs::{
 };
 
 use scheme::Grant;
+use schemes::tdmem::Region;
 
 use super::{Hostile, SCRATCH, Side, to};
 use crate::check::invariant::Invariant;
@@ -52,6 +53,7 @@ impl Hostile {
             0 | 1 => self.control(Control::Wait),
             2 | 3 => self.control(Control::Enable),
             4 => self.overwrite_itself(),
+            5 | 6 if self.cx.case.has_engine() => self.round_on_engine(),
             5 | 6 if self.cx.case.is_paged() => self.read_while_it_is_freed(),
             5 | 6 => self.use_old_key_of_own_chunk(),
             _ => self.access_one_byte_beyond(),
@@ -65,6 +67,12 @@ impl Hostile {
 
     /// Sends a well-formed request.
     pub(super) fn send_any_request(&mut self) {
+        if self.cx.case.has_engine() {
+            if let Ok(region) = Region::of(&self.terms) {
+                self.post_any_command(&region);
+            }
+            return;
+        }
         let number = self.below(9) as u32;
         let which = self.below(self.kinds() as u64) as usize;
         let data = match (self.cx.case.is_paged(), self.below(2)) {

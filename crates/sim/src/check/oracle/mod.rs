@@ -9,6 +9,7 @@
 //! replies to clients, `steps` checks operations, and `reachability` checks access rights and free
 //! chunks.
 
+mod engine;
 mod grants;
 mod pages;
 mod reachability;
@@ -24,7 +25,7 @@ use verbs::{DmaMemory, FunctionId, Key};
 
 use super::case::Case;
 use super::invariant::{Invariant, Violation};
-use super::node_view::NodeView;
+use super::node_view::{NodeView, PageState};
 use crate::cluster::Link;
 use crate::time::Time;
 
@@ -127,6 +128,8 @@ pub(super) struct Oracle {
     live: Vec<Vec<Named>>,
     /// Pages that were cleared and not allocated since.
     clear: Vec<bool>,
+    /// The owner of each page before the last step, in scheme `tdmem`.
+    owner_numbers: Vec<u16>,
     pub clients: Vec<ClientState>,
     reaches: Vec<Reachability>,
     /// Deadlines by which departed clients must have been forgotten.
@@ -168,6 +171,7 @@ impl Oracle {
             dead: HashSet::new(),
             live: vec![Vec::new(); chunks as usize],
             clear: vec![true; chunks as usize],
+            owner_numbers: vec![0; chunks as usize],
             clients: Vec::new(),
             reaches: Vec::new(),
             deaths: Vec::new(),
@@ -265,10 +269,9 @@ impl Oracle {
         self.slack += time;
     }
 
-    /// Sets the compute nodes' page tables, if access is by pages; `None` if they cannot be read
-    /// now.
-    pub fn set_tables(&mut self, now: Option<Vec<(ClientId, DmaMemory)>>) {
-        self.node_view.set_tables(now);
+    /// Sets the state of the pages, if access is by pages; `None` if it cannot be read now.
+    pub fn set_pages(&mut self, now: Option<PageState>) {
+        self.node_view.set_pages(now);
     }
 
     fn is(&self, client: ClientIndex, id: ClientId) -> bool {

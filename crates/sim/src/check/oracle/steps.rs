@@ -21,6 +21,8 @@ pub(super) enum Originator {
     Client(FunctionId, Target),
     /// The memory node, at the request of a client.
     Answer(ClientIndex),
+    /// The engine, at the request of a client, or of the memory node's CPU if there is none.
+    Engine(Option<ClientIndex>),
 }
 
 /// Returns the key of an access, with the function in which it is looked up.
@@ -35,6 +37,9 @@ impl Oracle {
         self.counts.steps += 1;
         self.note(|oracle| oracle.describe(o));
         let node = self.is_node(o.function);
+        if self.case.has_engine() {
+            return self.after_step_on_engine(o, read);
+        }
         if self.case.is_paged() {
             return self.after_step_on_pages(o, read);
         }
@@ -75,6 +80,9 @@ impl Oracle {
             return; // reading the access rights of all windows takes long
         }
         self.check_access_rights(read);
+        if self.case.has_engine() {
+            return self.check_engine(None);
+        }
         self.account_for_bytes(Originator::Node);
         self.check_free();
     }
@@ -271,6 +279,7 @@ impl Oracle {
         let (function, aim) = match by {
             Originator::Client(function, aim) => (function, aim),
             Originator::Answer(client) => return self.page_written(client, entry),
+            Originator::Engine(client) => return self.engine_wrote(client, entry, zeros),
             Originator::Node if zeros => return self.cleared(entry),
             Originator::Node => {
                 let why =
