@@ -98,6 +98,8 @@ miri: toolchain ## Run unsafe code under Miri, about an hour (needs: rustup +nig
 	    -p granary-rnic --lib -- crc:: wire::icrc:: wire::outbox::
 	$(CARGO) +nightly miri test --target-dir target/miri \
 	    -p granary-verbs --lib -- completion::slab direct:: psn::
+	# Without the calls to aws-lc, which is C and assembly.
+	$(CARGO) +nightly miri test --target-dir target/miri -p granary-seal --lib -- generations::
 
 .PHONY: tsan
 tsan: toolchain ## Run tests with threads under ThreadSanitizer (needs: rustup +nightly component add rust-src)
@@ -123,6 +125,7 @@ benchmarks:
 	$(GRANARY) bench alloc --nic shm --out $(OUT)
 	$(GRANARY) bench alloc --nic inline --clients 1 --out $(OUT)/inline
 	$(GRANARY) bench fault --out $(OUT)
+	$(GRANARY) bench seal
 	$(GRANARY) bench paper onesidedmw --out $(OUT)
 	$(GRANARY) bench paper finemem --out $(OUT)
 

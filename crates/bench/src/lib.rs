@@ -17,6 +17,7 @@
 //! | [`paged_fault`] | page faults of a paged program |
 //! | [`uffd_baseline`] | baseline of the pager: bare userfaultfd |
 //! | [`policy`] | replacement policies on fault traces |
+//! | [`seal`] | sealing and opening of pages |
 //! | [`paper`] | the papers' experiments, under virtual time and on this machine |
 
 pub mod access;
@@ -31,6 +32,7 @@ pub mod pingpong;
 pub mod policy;
 pub mod pool_access;
 pub mod recovery;
+pub mod seal;
 pub mod timestamps;
 pub mod uffd_baseline;
 
@@ -71,6 +73,9 @@ pub enum Error {
     /// A fault trace is not usable.
     #[error(transparent)]
     Trace(#[from] pager::trace::TraceError),
+    /// Pages cannot be sealed.
+    #[error(transparent)]
+    Seal(#[from] ::seal::Error),
     /// Userfaultfd is not permitted here.
     #[error(transparent)]
     Pager(#[from] pager::Error),

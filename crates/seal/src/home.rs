@@ -8,7 +8,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use crate::Error;
 
 /// One page, since the kernel wipes whole pages.
-const BYTES: usize = 4096;
+pub const BYTES: usize = 4096;
 const AT_HOME: u64 = 1;
 
 /// A word of memory that reads zero in every child that a fork makes of this process.

@@ -8,7 +8,7 @@ use rustix::io::retry_on_intr;
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::generations::{Generations, NotAdded, Pinned};
-use crate::home::Home;
+use crate::home::{self, Home};
 use crate::key::{AAD_BYTES, HEAP_BYTES, Key, NONCE_BYTES};
 use crate::{Cipher, Error, STORE_BITS, Seal, Tampered};
 
@@ -292,12 +292,13 @@ impl Sealer {
     /// Returns the counters.
     pub fn statistics(&self) -> Statistics {
         let totals = self.keys.totals();
+        let bytes = size_of::<Self>() + self.keys.bytes() + home::BYTES;
         Statistics {
             seals: totals.stores,
             opens: totals.opens,
             tampered: self.tampered.load(Ordering::Relaxed),
             keys: totals.keys,
-            bytes: size_of::<Self>() + self.keys.bytes() + totals.keys as usize * HEAP_BYTES,
+            bytes: bytes + totals.keys as usize * HEAP_BYTES,
         }
     }
 

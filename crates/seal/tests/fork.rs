@@ -97,12 +97,17 @@ fn parent_and_children_have_distinct_key_streams() {
         };
         let threads = [scope.spawn(stores), scope.spawn(stores)];
         let mut all = Vec::new();
+        let mut statuses = Vec::new();
         for _ in 0..CHILDREN {
-            all.extend(streams_of_a_child(&sealer, STORES));
+            let (streams, status) = streams_of_a_child(&sealer, STORES);
+            all.extend(streams);
+            statuses.push(status);
             sealer.rekey().unwrap();
         }
-        assert_eq!(all.len(), CHILDREN * STORES);
+        // A failure before this line would leave the threads running.
         done.store(true, Ordering::Relaxed);
+        assert_eq!(statuses, [0; CHILDREN]);
+        assert_eq!(all.len(), CHILDREN * STORES);
         threads.into_iter().for_each(|thread| all.extend(thread.join().unwrap()));
         all
     });
@@ -112,7 +117,8 @@ fn parent_and_children_have_distinct_key_streams() {
     assert_eq!(streams.len(), stores);
 }
 
-fn streams_of_a_child(sealer: &Sealer, stores: usize) -> Vec<KeyStream> {
+/// Returns the key streams that a child has sent, and its exit status.
+fn streams_of_a_child(sealer: &Sealer, stores: usize) -> (Vec<KeyStream>, i32) {
     let mut ends = [0; 2];
     // SAFETY: the array has two elements.
     assert_eq!(unsafe { libc::pipe(ends.as_mut_ptr()) }, 0);
@@ -136,8 +142,7 @@ fn streams_of_a_child(sealer: &Sealer, stores: usize) -> Vec<KeyStream> {
     drop(write);
     let mut bytes = Vec::new();
     read.read_to_end(&mut bytes).unwrap();
-    assert_eq!(status(pid), 0);
-    bytes.as_chunks().0.to_vec()
+    (bytes.as_chunks().0.to_vec(), status(pid))
 }
 
 static IS_CHILD: AtomicBool = AtomicBool::new(false);

@@ -19,7 +19,7 @@ fn key_stream(sealer: &Sealer, place: u64) -> (u64, KeyStream) {
 #[test]
 fn stores_of_threads_and_generations_have_distinct_key_streams() {
     const THREADS: usize = 4;
-    const STORES: usize = 20_000;
+    const STORES: usize = 100_000;
     const REKEYS: usize = 50;
     for cipher in Cipher::ALL {
         let sealer = Sealer::new(cipher).unwrap();

@@ -180,7 +180,7 @@ fn drop_drops_all_keys() {
 /// Threads store and forget while generations are replaced. With `twice`, they also forget seals
 /// that are not theirs. Returns the number of distinct numbers, and of stores.
 fn race(f: &Fixture, twice: bool) -> (usize, usize) {
-    let (threads, stores, rekeys) = if cfg!(miri) { (3, 30, 4) } else { (4, 20_000, 200) };
+    let (threads, stores, rekeys) = if cfg!(miri) { (3, 30, 4) } else { (4, 100_000, 200) };
     let work = || {
         let mut used = HashSet::new();
         let mut held = VecDeque::new();

@@ -8,6 +8,7 @@ mod pingpong;
 mod policy;
 pub mod programs;
 mod sams;
+mod seal;
 mod swap;
 mod watch;
 
@@ -32,6 +33,7 @@ pub enum Bench {
     Paper(paper::Paper),
     Pingpong(pingpong::Pingpong),
     Policy(policy::Policy),
+    Seal(seal::Seal),
 }
 
 const EXAMPLES: &str = "\
@@ -41,6 +43,7 @@ Examples:
   granary bench pingpong --nic roce             messages between two processes
   granary bench fault --json                    page faults, results as JSON lines
   granary bench policy *.trace                  replacement policies on fault traces
+  granary bench seal --rounds 9                 encryption of pages against memcpy
   granary bench paper finemem                   a paper's numbers beside ours
   granary bench paper sams --quick              programs on several kinds of far memory
   granary bench paper onesidedmw --experiment swap --quick    programs over the schemes";
@@ -54,6 +57,7 @@ impl Bench {
             Self::Paper(paper) => paper.run(),
             Self::Pingpong(pingpong) => pingpong.run(),
             Self::Policy(policy) => policy.run(),
+            Self::Seal(seal) => seal.run(),
         }
     }
 }
