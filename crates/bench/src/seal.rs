@@ -9,7 +9,7 @@
 //!
 //! | metric | definition |
 //! | --- | --- |
-//! | `page_us` | time of a page: the median over the rounds |
+//! | `page_us` | time of a page: the median over batches of 64 pages, and then over the rounds |
 //! | `page_gb_per_s` | bytes of a page divided by this time |
 
 use std::fs;
@@ -30,7 +30,7 @@ pub const EXPERIMENT: &str = "seal";
 /// Bytes of all pages of a cold measurement: half of them are sources.
 pub const COLD_BYTES: usize = 256 << 20;
 
-/// Pages between two readings of the clock.
+/// Pages between readings of the clock.
 const BATCH: usize = 64;
 
 /// The measured operation.
@@ -114,9 +114,7 @@ impl Spec {
 
     /// The records of a measurement, from the seconds for a page in each round.
     pub fn records(&self, rounds: &mut [f64]) -> Vec<Record> {
-        rounds.sort_unstable_by(f64::total_cmp);
-        let (middle, last) = (rounds.len() / 2, rounds.len() - 1);
-        let median = (rounds[middle] + rounds[last - middle]) / 2.0;
+        let median = median(rounds);
         let setting = self.setting();
         let time = Record::of(EXPERIMENT, &setting, "page_us", Unit::Us);
         let time = time.value(Statistic::P50, median * 1e6);
@@ -158,7 +156,7 @@ impl Bench {
         })
     }
 
-    /// Measures for `duration`, and returns the mean time of a page in seconds.
+    /// Measures for `duration`, and returns the time of a page in seconds.
     ///
     /// # Errors
     /// As [`Sealer::seal`].
@@ -239,8 +237,8 @@ fn sealer_of(sealers: &[Sealer], cipher: Cipher) -> &Sealer {
     sealers.iter().find(|sealer| sealer.cipher() == cipher).expect("a sealer for each cipher")
 }
 
-/// Calls `work` with page numbers for `duration` after a warm-up, and returns the mean time of a
-/// call in seconds.
+/// Calls `work` with page numbers for `duration` after a warm-up, and returns the time of a call in
+/// seconds: the median over batches, which the scheduler and interrupts hardly change.
 fn timed(pages: usize, duration: Duration, mut work: impl FnMut(usize)) -> f64 {
     // An odd stride visits each of 2^n pages once.
     let mut page = 0;
@@ -254,16 +252,24 @@ fn timed(pages: usize, duration: Duration, mut work: impl FnMut(usize)) -> f64 {
     while warm_up.elapsed() < duration / 10 {
         batch();
     }
-    let start = Instant::now();
-    let mut done = 0.0;
+    let mut times = Vec::new();
+    let end = Instant::now() + duration;
     loop {
+        let start = Instant::now();
         batch();
-        done += BATCH as f64;
-        let elapsed = start.elapsed();
-        if elapsed >= duration {
-            return elapsed.as_secs_f64() / done;
+        let now = Instant::now();
+        times.push((now - start).as_secs_f64() / BATCH as f64);
+        if now >= end {
+            return median(&mut times);
         }
     }
+}
+
+/// The median of at least one number.
+fn median(numbers: &mut [f64]) -> f64 {
+    numbers.sort_unstable_by(f64::total_cmp);
+    let (middle, last) = (numbers.len() / 2, numbers.len() - 1);
+    (numbers[middle] + numbers[last - middle]) / 2.0
 }
 
 /// Pages with content, so that each has memory of its own.

@@ -50,7 +50,7 @@
 //! | `home` | detection of a forked child |
 //!
 //! Miri cannot execute aws-lc, which is C and assembly. Module `generations` has all shared state
-//! and is generic over the key, so its tests run under Miri.
+//! and is generic over the key, so Miri can execute its tests.
 
 mod generations;
 mod home;

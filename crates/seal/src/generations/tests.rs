@@ -1,4 +1,4 @@
-//! Tests with a key that counts its drops. They run under Miri too, which finds a use after a drop.
+//! Tests with a key that counts its drops. AddressSanitizer and Miri find a use after a drop.
 
 use std::collections::{HashSet, VecDeque};
 use std::convert::Infallible;
