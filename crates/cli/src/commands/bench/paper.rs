@@ -91,8 +91,8 @@ pub struct Paper {
     seed: u64,
 
     /// Data of each program of sams, tdmem and swap; Linpack has an eighth, a task of swap has the
-    /// half, and sequential loads of tdmem have four times as much [default: 512MiB for sams, 256MiB
-    /// for tdmem and swap, with --quick 64MiB]
+    /// half, and sequential loads of tdmem have four times as much [default: 512MiB for sams,
+    /// 256MiB for tdmem and swap, with --quick 64MiB]
     #[arg(long, value_name = "SIZE")]
     memory: Option<Size>,
 

@@ -19,22 +19,23 @@ const FILES: &str = "paper-tdmem";
 
 const NOTE: &str = "\
 All numbers are measured with a clock; none is simulated or fitted. Times are those of the \
-computation, as medians of the rounds, and each quotient has its two numbers from the same round.
+computation, as medians of the rounds, and each quotient has its two numbers from the same \
+round.
 
 fastswap is granary run --paths fastswap over scheme onesidedmw, not sealed. tdmem-plain and \
-tdmem-crypt (aes-128-gcm, as in the paper) are scheme tdmem with --paths two; the paper has Linux's \
-swap there. So their difference to fastswap is that of two whole systems, as in the paper. \
-tdmem-crypt (fastswap's paths) differs from fastswap in the scheme and the seals only. All of them \
-reach their memory node through the software NIC. The private systems copy their pages themselves, \
-as the paper's donee-HBM is reached without a network.
+tdmem-crypt (aes-128-gcm, as in the paper) are scheme tdmem with --paths two; the paper has \
+Linux's swap there. So their difference to fastswap is that of two whole systems, as in the \
+paper. tdmem-crypt (fastswap's paths) differs from fastswap in the scheme and the seals only. \
+All of them reach their memory node through the software NIC. The private systems copy their \
+pages themselves, as the paper's donee-HBM is reached without a network.
 
-Limits: a software NIC on a core of this machine takes the place of the FPGA and of the network, and \
-on a machine with two cores competes with the program. The memory node donates memory of this same \
-machine, so that the latency and the bandwidth of a network are missing. HBM and DRAM of the donor \
-are both DRAM here: there is one row for the two. The paper's workloads have other sizes, and up to \
-8 threads; ours have one. k-means, quicksort and PageRank (for graph-analytics) are its programs that \
-are here. The text does not say over which local shares its geometric mean of fastswap is; ours is \
-over all shares of this run.";
+Limits: a software NIC on a core of this machine takes the place of the FPGA and of the network, \
+and on a machine with two cores competes with the program. The memory node donates memory of \
+this same machine, so that the latency and the bandwidth of a network are missing. HBM and DRAM \
+of the donor are both DRAM here: there is one row for the two. The paper's workloads have other \
+sizes, and up to 8 threads; ours have one. k-means, quicksort and PageRank (for graph-analytics) \
+are its programs that are here. The text does not say over which local shares its geometric mean \
+of fastswap is; ours is over all shares of this run.";
 
 /// Runs the parts with these names, or all of them, and prints their tables.
 pub fn run(
