@@ -30,7 +30,7 @@ pub struct Claim {
     pub setting: String,
     /// The stated value, in `unit`.
     pub value: f64,
-    /// Unit of the value (`us`, `1/s`, `ratio`, `count`).
+    /// Unit of the value (`us`, `1/s`, `MB/s`, `ratio`, `count`).
     pub unit: String,
     /// Whether the value is a single measurement or an extreme over several.
     pub kind: Kind,

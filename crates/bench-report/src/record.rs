@@ -168,6 +168,9 @@ pub enum Unit {
     /// Operations per second.
     #[serde(rename = "1/s")]
     PerSecond,
+    /// 10^6 bytes per second.
+    #[serde(rename = "MB/s")]
+    MbPerSecond,
     /// 10^9 bytes per second.
     #[serde(rename = "GB/s")]
     GbPerSecond,
@@ -189,6 +192,7 @@ impl Unit {
             Self::Us => "_us",
             Self::Seconds => "_s",
             Self::PerSecond => "_per_s",
+            Self::MbPerSecond => "_mb_per_s",
             Self::GbPerSecond => "_gb_per_s",
             Self::Bytes => "_bytes",
             Self::Ratio => "_ratio",
@@ -203,6 +207,7 @@ impl fmt::Display for Unit {
             Self::Us => "us",
             Self::Seconds => "s",
             Self::PerSecond => "1/s",
+            Self::MbPerSecond => "MB/s",
             Self::GbPerSecond => "GB/s",
             Self::Bytes => "bytes",
             Self::Count => "count",

@@ -44,13 +44,22 @@ fn wrong_command_line_exits_with_2_and_a_reason() {
             &["bench", "paper", "onesidedmw", "--experiment", "x"],
             "must be one of allocation, access",
         ),
-        (&["bench", "paper", "sams", "--simulated-only"], "sams and swap are measured only"),
+        (&["bench", "paper", "sams", "--simulated-only"], "sams, tdmem and swap are measured only"),
         (&["bench", "paper", "sams", "--memory", "1MiB"], "at least 8MiB"),
+        (
+            &["bench", "paper", "tdmem", "--simulated-only"],
+            "sams, tdmem and swap are measured only",
+        ),
+        (&["bench", "paper", "tdmem", "--memory", "1MiB"], "at least 8MiB"),
+        (
+            &["bench", "paper", "tdmem", "--experiment", "x"],
+            "must be one of crypt, sequential, stream, programs",
+        ),
         (&["bench", "paper", "finemem", "--memory", "8MiB"], "only the programs of sams"),
         (&["bench", "paper", "onesidedmw", "--memory", "8MiB"], "only the programs of sams"),
         (
             &["bench", "paper", "onesidedmw", "--experiment", "swap", "--simulated-only"],
-            "sams and swap are measured only",
+            "sams, tdmem and swap are measured only",
         ),
         (
             &["bench", "paper", "onesidedmw", "--experiment", "swap", "--memory", "1MiB"],
@@ -176,6 +185,8 @@ fn list_names_the_claims_of_every_experiment() {
         "scalability",
         "sams.cpu.linux",
         "osmw.swap.overhead.25",
+        "tdmem.seal",
+        "tdmem.kmeans.40",
     ] {
         assert!(text.contains(name), "{name}: {text}");
     }

@@ -11,8 +11,9 @@
 //!   tables and the summary of claims (results.rs), pictures (picture.rs)
 //! ```
 //!
-//! [`sams`] is a paper of its own kind: its programs ([`programs`]) run in processes, on several
-//! systems. So do those of OneSidedMW's experiment [`swap`], over several schemes.
+//! [`sams`] and [`tdmem`] are papers of their own kind: their programs ([`programs`]) run in
+//! processes, on several systems. So do those of OneSidedMW's experiment [`swap`], over several
+//! schemes.
 //!
 //! Each other experiment is one function that is generic over the testbed: the same loops run under
 //! virtual time and on a clock. Simulated and measured numbers never share a table.
@@ -34,6 +35,7 @@ pub mod sams;
 pub mod scalability;
 pub mod simulated;
 pub mod swap;
+pub mod tdmem;
 pub mod testbed;
 pub mod traces;
 pub mod verb_times;

@@ -1,5 +1,5 @@
-//! Programs whose memory a system under test holds: those of the evaluations of SAMS and of
-//! OneSidedMW. Each runs in a process of its own.
+//! Programs whose memory a system under test holds: those of the evaluations of SAMS, of
+//! OneSidedMW and of TDMEM. Each runs in a process of its own.
 //!
 //! ```text
 //!   workload.rs, graph.rs   programs of this crate
@@ -31,11 +31,15 @@ pub enum Program {
     PageRank,
     /// Betweenness centrality of a power-law graph.
     Betweenness,
+    /// STREAM, of which only the triads are timed.
+    Triad,
+    /// One load of each page, in the order of addresses.
+    Sequential,
 }
 
 impl Program {
     /// All programs.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 9] = [
         Self::Linpack,
         Self::Quicksort,
         Self::Memcached,
@@ -43,6 +47,8 @@ impl Program {
         Self::Stream,
         Self::PageRank,
         Self::Betweenness,
+        Self::Triad,
+        Self::Sequential,
     ];
 
     /// The name in records and tables.
@@ -55,13 +61,20 @@ impl Program {
             Self::Stream => "stream",
             Self::PageRank => "pagerank",
             Self::Betweenness => "betweenness",
+            Self::Triad => "triad",
+            Self::Sequential => "sequential",
         }
     }
 
     /// Bytes of the program's data if `memory` is that of a program. Linpack has an eighth, because
-    /// its time grows with the size to the power of 1.5.
+    /// its time grows with the size to the power of 1.5. Sequential loads have four times as much,
+    /// because they take little time.
     pub fn bytes(self, memory: u64) -> u64 {
-        if self == Self::Linpack { memory / 8 } else { memory }
+        match self {
+            Self::Linpack => memory / 8,
+            Self::Sequential => 4 * memory,
+            _ => memory,
+        }
     }
 }
 

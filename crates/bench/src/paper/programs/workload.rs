@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::{Measured, Program, graph};
-use units::Random;
+use units::{PAGE_BYTES, Random};
 
 /// Runs a program on `bytes` of data in this process. `None` for a program that is no part of this
 /// crate.
@@ -20,7 +20,9 @@ pub fn run(program: Program, bytes: usize) -> Option<Measured> {
         Program::Linpack => linpack(bytes),
         Program::Quicksort => quicksort(bytes),
         Program::KMeans => k_means(bytes),
-        Program::Stream => stream(bytes),
+        Program::Stream => stream(bytes, Timed::All),
+        Program::Triad => stream(bytes, Timed::Triads),
+        Program::Sequential => sequential(bytes),
         Program::PageRank => graph::page_rank(bytes),
         Program::Betweenness => graph::betweenness(bytes),
         Program::Memcached => return None,
@@ -219,22 +221,54 @@ fn k_means(bytes: usize) -> Measured {
 
 const STREAM_ROUNDS: usize = 3;
 
+/// Bytes that all triads of [`Program::Triad`] read and write: a triad goes over each array once.
+pub fn triad_bytes(bytes: u64) -> u64 {
+    STREAM_ROUNDS as u64 * bytes
+}
+
+/// The operations of STREAM whose time counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Timed {
+    All,
+    Triads,
+}
+
 /// STREAM: copy, scale, add and triad over three arrays.
-fn stream(bytes: usize) -> Measured {
+fn stream(bytes: usize, part: Timed) -> Measured {
     let n = bytes / size_of::<f64>() / 3;
     let mut a: Vec<f64> = (0..n).map(|at| 1.0 + at as f64).collect();
     let mut b: Vec<f64> = (0..n).map(|at| 2.0 + at as f64).collect();
     let mut c: Vec<f64> = (0..n).map(|at| 3.0 + at as f64).collect();
-    let (seconds, cpu_seconds) = timed(|| {
-        for _ in 0..STREAM_ROUNDS {
+    let (mut seconds, mut cpu_seconds) = (0.0, 0.0);
+    for _ in 0..STREAM_ROUNDS {
+        let others = timed(|| {
             c.copy_from_slice(&a);
             b.iter_mut().zip(&c).for_each(|(b, c)| *b = 0.25 * c);
             c.iter_mut().zip(a.iter().zip(&b)).for_each(|(c, (a, b))| *c = a + b);
+            black_box((&mut a, &mut b, &mut c));
+        });
+        let triad = timed(|| {
             a.iter_mut().zip(b.iter().zip(&c)).for_each(|(a, (b, c))| *a = b + 0.25 * c);
             black_box((&mut a, &mut b, &mut c));
-        }
-    });
+        });
+        let counted = if part == Timed::All { others } else { (0.0, 0.0) };
+        seconds += triad.0 + counted.0;
+        cpu_seconds += triad.1 + counted.1;
+    }
     let checksum = fold(a.iter().chain(&b).chain(&c).map(|value| value.to_bits()));
+    Measured { seconds, cpu_seconds, whole_seconds: 0.0, checksum }
+}
+
+/// Loads one word of each page, in the order of addresses. The words are random, so that no page is
+/// a repeated word, which needs no memory elsewhere.
+fn sequential(bytes: usize) -> Measured {
+    let mut random = Random::stream(0x7365, 0);
+    let words: Vec<u64> = (0..bytes / size_of::<u64>()).map(|_| random.bits()).collect();
+    let mut checksum = 0;
+    let (seconds, cpu_seconds) = timed(|| {
+        let pages = words.chunks(PAGE_BYTES / size_of::<u64>());
+        checksum = fold(pages.map(|page| black_box(page)[0]));
+    });
     Measured { seconds, cpu_seconds, whole_seconds: 0.0, checksum }
 }
 

@@ -10,6 +10,7 @@ pub mod programs;
 mod sams;
 mod seal;
 mod swap;
+mod tdmem;
 mod watch;
 
 use std::fs;
@@ -46,6 +47,7 @@ Examples:
   granary bench seal --rounds 9                 encryption of pages against memcpy
   granary bench paper finemem                   a paper's numbers beside ours
   granary bench paper sams --quick              programs on several kinds of far memory
+  granary bench paper tdmem --quick             sealed pages, and a node that checks every page
   granary bench paper onesidedmw --experiment swap --quick    programs over the schemes";
 
 impl Bench {

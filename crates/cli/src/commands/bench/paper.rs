@@ -8,8 +8,11 @@ use anyhow::Context;
 use bench::paper::experiment::{self, Experiment};
 use bench::paper::results::{ClaimSummary, Results};
 use bench::paper::simulated::SimulatedCluster;
+use bench::paper::tdmem::Part;
 use bench::paper::testbed::{Machine, Node, Testbed};
-use bench::paper::{Extent, Run, finemem, onesidedmw, sams as sams_paper, swap as swap_paper};
+use bench::paper::{
+    Extent, Run, finemem, onesidedmw, sams as sams_paper, swap as swap_paper, tdmem as tdmem_paper,
+};
 use bench_report::claims::Claims;
 use bench_report::record::Record;
 use bench_report::report::Report;
@@ -18,7 +21,7 @@ use clap::ValueEnum as _;
 use pool::{Options, Pool, Settings};
 use units::Size;
 
-use super::{BenchOutput, programs, sams, say_pictures, swap};
+use super::{BenchOutput, programs, sams, say_pictures, swap, tdmem};
 use crate::UsageError;
 use crate::node::NodeProcess;
 
@@ -45,6 +48,12 @@ use crate::node::NodeProcess;
 /// k-means and STREAM with 100 to 25% of their memory local, on the kernel's swap (zram and a file,
 /// which need root), with granary run --paths linux, fastswap and two, and with two and --assist
 /// process.
+///
+/// The paper tdmem is measured only. Experiment crypt seals and opens pages; sequential loads pages
+/// in order, sealed and plain; stream runs STREAM's triad with 90, 70 and 50% of its memory local;
+/// programs runs seven programs with 100 to 40%. The last two run on granary run --paths fastswap
+/// and over scheme tdmem, plain and sealed. A table names the paper's numbers that cannot be
+/// reproduced here, with the reasons.
 ///
 /// The experiment swap of onesidedmw is measured only, and runs only if it is named, because it
 /// takes half an hour: k-means, memcached, PageRank and betweenness centrality with 50 and 25% of
@@ -81,8 +90,9 @@ pub struct Paper {
     #[arg(long, default_value_t = 1)]
     seed: u64,
 
-    /// Data of each program of sams and of swap; Linpack has an eighth, and a task of swap has the
-    /// half [default: 512MiB for sams, 256MiB for swap, with --quick 64MiB]
+    /// Data of each program of sams, tdmem and swap; Linpack has an eighth, a task of swap has the
+    /// half, and sequential loads of tdmem have four times as much [default: 512MiB for sams,
+    /// 256MiB for tdmem and swap, with --quick 64MiB]
     #[arg(long, value_name = "SIZE")]
     memory: Option<Size>,
 
@@ -99,15 +109,17 @@ enum PaperName {
     Finemem,
     /// SAMS: programs on far memory, by the paths of a page fault
     Sams,
+    /// TDMEM: sealed pages, and a memory node that checks every page
+    Tdmem,
 }
 
 impl PaperName {
-    /// The paper. `None` if its programs run in processes ([`sams`]).
+    /// The paper. `None` if its programs run in processes ([`sams`], [`tdmem`]).
     fn paper(self) -> Option<&'static experiment::Paper> {
         match self {
             Self::Onesidedmw => Some(&onesidedmw::PAPER),
             Self::Finemem => Some(&finemem::PAPER),
-            Self::Sams => None,
+            Self::Sams | Self::Tdmem => None,
         }
     }
 }
@@ -121,6 +133,8 @@ Examples:
   granary bench paper onesidedmw --simulated-only --json > onesidedmw.jsonl
   granary bench paper finemem --quick
   granary bench paper sams --quick
+  granary bench paper tdmem --quick
+  granary bench paper tdmem --experiment crypt --experiment stream
   granary bench paper onesidedmw --experiment swap --quick
 
 The directory of the pictures also receives the records, one JSON object per line:
@@ -151,7 +165,7 @@ impl Paper {
             return self.print_list();
         }
         let name = self.paper.expect("clap requires a paper without --list");
-        let Some(paper) = name.paper() else { return self.run_sams() };
+        let Some(paper) = name.paper() else { return self.run_programs(name) };
         let experiments = self.experiments(paper)?;
         let has_swap = self.experiment.iter().any(|name| name == swap_paper::EXPERIMENT.name);
         self.check_programs(has_swap)?;
@@ -169,7 +183,7 @@ impl Paper {
         let refuse = |why: &str| Err(UsageError(why.to_owned(), "bench paper"));
         match self.memory {
             Some(_) if !has_programs => {
-                return refuse("--memory: only the programs of sams and of swap have a size");
+                return refuse("--memory: only the programs of sams, tdmem and swap have a size");
             }
             Some(memory) if memory.bytes() < programs::MEMORY_MIN => {
                 return refuse("--memory: must be at least 8MiB");
@@ -177,7 +191,9 @@ impl Paper {
             _ => {}
         }
         if self.simulated_only && has_programs {
-            return refuse("--simulated-only: sams and swap are measured only; leave it out");
+            return refuse(
+                "--simulated-only: sams, tdmem and swap are measured only; leave it out",
+            );
         }
         Ok(())
     }
@@ -212,13 +228,28 @@ impl Paper {
         Ok(())
     }
 
-    fn run_sams(&self) -> anyhow::Result<ExitCode> {
+    /// Runs a paper whose programs run in processes.
+    fn run_programs(&self, name: PaperName) -> anyhow::Result<ExitCode> {
+        self.check_programs(true)?;
+        if name == PaperName::Tdmem {
+            return tdmem::run(&self.parts()?, self.quick, self.memory, &self.output);
+        }
         if self.experiment.iter().any(|name| name != sams_paper::NAME) {
             let why = "--experiment: the only experiment of sams is sams".to_owned();
             return Err(UsageError(why, "bench paper").into());
         }
-        self.check_programs(true)?;
         sams::run(self.quick, self.memory, &self.output)
+    }
+
+    /// The parts of tdmem that `--experiment` selects, in their order; all of them without it.
+    fn parts(&self) -> Result<Vec<Part>, UsageError> {
+        if self.experiment.is_empty() {
+            return Ok(Part::ALL.into());
+        }
+        let named = self.experiment.iter().map(|name| Part::find(name));
+        let named = named.collect::<Result<Vec<_>, _>>();
+        let named = named.map_err(|why| UsageError(why, "bench paper"))?;
+        Ok(Part::ALL.into_iter().filter(|part| named.contains(part)).collect())
     }
 
     /// The experiments with testbeds that `--experiment` selects; all of them without it.
@@ -300,9 +331,8 @@ impl Paper {
         let mut report = self.output.report();
         for name in names {
             let Some(paper) = name.paper() else {
-                let mut table = claims_table();
-                add_claims(&mut table, sams_paper::NAME, &sams_paper::CLAIMS);
-                report.table(&format!("{}: {}", sams_paper::NAME, sams_paper::TITLE), &table)?;
+                let (title, table) = self.list_programs(*name)?;
+                report.table(&title, &table)?;
                 continue;
             };
             let title = format!("{}: {}", paper.name, paper.title);
@@ -316,6 +346,19 @@ impl Paper {
             report.table(&title, &table)?;
         }
         Ok(ExitCode::SUCCESS)
+    }
+
+    /// Title and table of a paper whose programs run in processes.
+    fn list_programs(&self, name: PaperName) -> Result<(String, Table), UsageError> {
+        let mut table = claims_table();
+        if name == PaperName::Tdmem {
+            for experiment in self.parts()?.into_iter().map(Part::experiment) {
+                add_claims(&mut table, experiment.name, experiment.claims);
+            }
+            return Ok((format!("{}: {}", tdmem_paper::NAME, tdmem_paper::TITLE), table));
+        }
+        add_claims(&mut table, sams_paper::NAME, &sams_paper::CLAIMS);
+        Ok((format!("{}: {}", sams_paper::NAME, sams_paper::TITLE), table))
     }
 }
 
