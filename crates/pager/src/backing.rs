@@ -37,6 +37,14 @@ struct Inherited {
     connection: Inheritance,
     /// As many pages as there are frames. A page that is not used has no memory.
     pages: usize,
+    bytes: usize,
+}
+
+impl Drop for Inherited {
+    fn drop(&mut self) {
+        // SAFETY: this value's own memory, and no transfer uses it any more.
+        let _ = unsafe { sys::unmap_anonymous(self.pages, self.bytes) };
+    }
 }
 
 // SAFETY: the base of the frames is used only to compute addresses of frames, and `crate::pages`
@@ -55,11 +63,11 @@ impl Backing {
     ) -> Self {
         let frames = transport.frames();
         let inheritance = inheritance.map(|connection| {
-            let pages = sys::map_anonymous(frames.frames as usize * PAGE_BYTES);
-            let pages = pages.unwrap_or_else(|error| {
+            let bytes = frames.frames as usize * PAGE_BYTES;
+            let pages = sys::map_anonymous(bytes).unwrap_or_else(|error| {
                 sys::die(EXIT_PAGER, &format!("cannot map memory for a parent's pages: {error}"))
             });
-            Inherited { connection, pages }
+            Inherited { connection, pages, bytes }
         });
         Self { transport, frames, overflow: OnceLock::new(), overflow_directory, inheritance }
     }
@@ -248,9 +256,9 @@ impl Backing {
     pub fn release_inheritance(&self) {
         if let Some(inherited) = &self.inheritance {
             inherited.connection.release();
-            let bytes = self.frames.frames as usize * PAGE_BYTES;
+            let Inherited { pages, bytes, .. } = *inherited;
             // SAFETY: this pager's own memory. All inherited pages were read.
-            let _ = unsafe { sys::madvise(inherited.pages, bytes, libc::MADV_DONTNEED) };
+            let _ = unsafe { sys::madvise(pages, bytes, libc::MADV_DONTNEED) };
         }
     }
 

@@ -5,6 +5,7 @@
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Once;
 
 use super::random::Random;
@@ -127,24 +128,69 @@ fn run(kind: Kind, seed: u64, sealed: bool) -> Outcome {
 const KINDS: [Kind; 6] =
     [Kind::Random, Kind::Sequential, Kind::Forks, Kind::Moves, Kind::Compacts, Kind::All];
 
+/// Environment variable of a process that runs lying worlds: `sealed` or `plain`.
+const LIES: &str = "GRANARY_LIES";
+/// Worlds of one process.
+const BATCH: u64 = 250;
+
+/// Numbers of worlds by their outcome.
+#[derive(Clone, Copy, Debug, Default)]
+struct Outcomes {
+    ended: u64,
+    wrong: u64,
+}
+
+/// Runs lying worlds in processes of their own: a world that ends early leaves its memory behind.
+fn in_processes(seeds: Range<u64>, lies: &str) -> Outcomes {
+    let mut sum = Outcomes::default();
+    for from in seeds.clone().step_by(BATCH as usize) {
+        let part = from..seeds.end.min(from + BATCH);
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["sim::liar::lying_worlds", "--exact", "--ignored", "--nocapture"])
+            .env("GRANARY_PAGER_SEEDS", format!("{}..{}", part.start, part.end))
+            .env(LIES, lies)
+            .output()
+            .unwrap();
+        let stdout = String::from_utf8_lossy(&output.stdout);
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{part:?}: {stdout}{stderr}");
+        let number = |name: &str| -> u64 {
+            let number = stdout.split_whitespace().find_map(|word| word.strip_prefix(name));
+            number.unwrap_or_else(|| panic!("{stdout}{stderr}")).parse().unwrap()
+        };
+        sum.ended += number("ended=");
+        sum.wrong += number("wrong=");
+    }
+    sum
+}
+
 #[test]
-fn altered_sealed_page_ends_the_process_before_it_is_used() {
-    let mut ended = 0;
+#[ignore = "the other tests of this file run it in processes of their own"]
+fn lying_worlds() {
+    let is_sealed = std::env::var(LIES).expect("set by the other tests") == "sealed";
+    let mut outcomes = Outcomes::default();
     for seed in super::seeds() {
-        let kind = KINDS[(seed % KINDS.len() as u64) as usize];
-        match run(kind, seed, true) {
+        let kind =
+            if is_sealed { KINDS[(seed % KINDS.len() as u64) as usize] } else { Kind::Random };
+        match run(kind, seed, is_sealed) {
             Outcome::Unharmed => {}
-            Outcome::Ended => ended += 1,
-            Outcome::Wrong(error) => panic!("{kind:?} seed {seed}: {error}"),
+            Outcome::Ended => outcomes.ended += 1,
+            Outcome::Wrong(error) if is_sealed => panic!("{kind:?} seed {seed}: {error}"),
+            Outcome::Wrong(_) => outcomes.wrong += 1,
         }
     }
-    assert!(ended >= 300, "only {ended} worlds met the lie");
+    let Outcomes { ended, wrong } = outcomes;
+    println!(" ended={ended} wrong={wrong} ");
+}
+
+#[test]
+fn altered_sealed_page_ends_the_process_before_it_is_used() {
+    let outcomes = in_processes(super::seeds(), "sealed");
+    assert!(outcomes.ended >= 300, "{outcomes:?}");
 }
 
 #[test]
 fn altered_plain_page_is_used() {
-    let wrong = (0..200)
-        .filter(|&seed| matches!(run(Kind::Random, seed, false), Outcome::Wrong(_)))
-        .count();
-    assert!(wrong >= 50, "only {wrong} worlds show the lie");
+    let outcomes = in_processes(0..200, "plain");
+    assert!(outcomes.wrong >= 50 && outcomes.ended == 0, "{outcomes:?}");
 }
