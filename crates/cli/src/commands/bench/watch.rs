@@ -219,20 +219,16 @@ mod tests {
             let (ready, wait_ready) = mpsc::channel();
             let (go, wait_go) = mpsc::channel::<()>();
             let body = move || {
-                ready.send(()).unwrap();
+                // Other tests of this process may have a thread of the same name.
+                ready.send(rustix::thread::gettid()).unwrap();
                 wait_go.recv().unwrap();
                 busy();
                 // The thread must exist until its time has been read.
                 let _ = wait_go.recv();
             };
             let thread = thread::Builder::new().name(name.into()).spawn(body).unwrap();
-            wait_ready.recv().unwrap();
-            let tasks = PathBuf::from("/proc/self/task");
-            let is_it = |path: &PathBuf| {
-                fs::read_to_string(path.join("comm")).is_ok_and(|comm| comm.trim_end() == name)
-            };
-            let paths = fs::read_dir(&tasks).unwrap().flatten().map(|entry| entry.path());
-            let task = paths.into_iter().find(is_it).unwrap();
+            let id = wait_ready.recv().unwrap();
+            let task = PathBuf::from(format!("/proc/self/task/{}", id.as_raw_nonzero()));
             let mut cpu = NodeCpu::new(std::process::id());
             let before = run_time(&task).unwrap();
             go.send(()).unwrap();
