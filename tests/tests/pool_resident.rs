@@ -39,9 +39,9 @@ struct Served {
 
 impl Served {
     fn start(scheme: Scheme, kept: u64, arguments: &[&str]) -> Result<Self> {
-        // Less memory for odrp, because its pages are small and the test would take long.
+        // Less memory for pages, because they are small and the test would take long.
         let (chunk, donated) = match scheme {
-            schemes::ODRP => (4 << 10, 32 << 20),
+            schemes::ODRP | schemes::TDMEM => (4 << 10, 32 << 20),
             _ => (4 << 20, 128 << 20),
         };
         let (memory, chunk_bytes) = (donated.to_string(), chunk.to_string());
