@@ -12,3 +12,4 @@ pub mod run;
 pub mod scene;
 pub mod scrape;
 pub mod thread;
+pub mod waiting;

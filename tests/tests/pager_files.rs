@@ -2,12 +2,11 @@
 //! file sizes (`ulimit -f`), under which a program runs or ends with a message.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::FileExt;
-use std::process::{Child, Command, Stdio};
 
-use granary_tests::pager::{Scratch, library};
+use granary_tests::pager::Scratch;
 use granary_tests::run::{NodeKind, Site};
+use granary_tests::waiting::{self, Waiting};
 use pager::config::{EXIT_PAGER, EXIT_TAMPERED};
 use pager::sys::PAGE_BYTES;
 
@@ -15,7 +14,7 @@ const MIB: u64 = 1 << 20;
 
 /// A waiting program that has filled its memory, most of which is in the overflow file.
 struct Filled {
-    child: Child,
+    waiting: Waiting,
     file: File,
     _scratch: Scratch,
 }
@@ -23,32 +22,16 @@ struct Filled {
 impl Filled {
     fn start(name: &str) -> Self {
         let scratch = Scratch::new(name);
-        let program = scratch.compile("fsize", include_str!("pager_programs/fsize.c"));
+        let program = waiting::compile(&scratch);
         let mut config = pager::Config::new(8 * MIB, "memory:2MiB");
         config.overflow_directory = scratch.0.clone();
-        let mut child = Command::new(program)
-            .arg("waits")
-            .envs(config.to_environment())
-            .env("LD_PRELOAD", library())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-        assert_eq!(line, "filled\n");
-        let file = overflow_file(child.id(), &scratch);
-        Self { child, file, _scratch: scratch }
+        let waiting = Waiting::start(program, &config);
+        let file = overflow_file(waiting.pid(), &scratch);
+        Self { waiting, file, _scratch: scratch }
     }
 
-    /// Lets the program check its memory; returns its exit code, standard output and standard
-    /// error.
-    fn check_memory(mut self) -> (Option<i32>, String, String) {
-        self.child.stdin.take().unwrap().write_all(b"\n").unwrap();
-        let output = self.child.wait_with_output().unwrap();
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        (output.status.code(), text(&output.stdout), text(&output.stderr))
+    fn check_memory(self) -> (Option<i32>, String, String) {
+        self.waiting.check_memory()
     }
 }
 

@@ -4,29 +4,22 @@
 //! The memory node runs in the test, which writes to the chunks as their donor can.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::FileExt;
-use std::process::{Child, Command, Stdio};
 
 use granary_tests::node::full;
-use granary_tests::pager::{Scratch, library};
+use granary_tests::pager::Scratch;
+use granary_tests::waiting::{self, SECRET, Waiting};
 use pager::config::{Cipher, EXIT_TAMPERED};
 use pager::sys::PAGE_BYTES;
 use pool::{ChunkMemory, Endpoint, Service, Settings};
 
 const MIB: u64 = 1 << 20;
-const SECRET: &[u8] = b"a secret of the program's";
 
 /// A memory node whose chunks the test can change, and the program that checks its memory.
 struct Scene {
     node: Service,
     chunks: Vec<(File, u64)>,
     scratch: Scratch,
-}
-
-/// A program that waits, with most of its memory in the pool.
-struct Filled {
-    child: Child,
 }
 
 impl Scene {
@@ -40,26 +33,14 @@ impl Scene {
             .map(|(part, file)| (File::from(file.try_clone_to_owned().unwrap()), part.bytes));
         let chunks = chunks.collect();
         let scratch = Scratch::new(name);
-        scratch.compile("fsize", include_str!("pager_programs/fsize.c"));
+        waiting::compile(&scratch);
         Self { node, chunks, scratch }
     }
 
-    fn fill(&self, seal: Option<Cipher>) -> Filled {
+    fn fill(&self, seal: Option<Cipher>) -> Waiting {
         let pool = format!("shm:{}", self.node.path().display());
         let config = pager::Config { seal, ..pager::Config::new(8 * MIB, pool) };
-        let mut child = Command::new(self.scratch.0.join("fsize"))
-            .arg("waits")
-            .envs(config.to_environment())
-            .env("LD_PRELOAD", library())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-        assert_eq!(line, "filled\n");
-        Filled { child }
+        Waiting::start(self.scratch.0.join("fsize"), &config)
     }
 
     /// All bytes of the chunks.
@@ -92,23 +73,13 @@ impl Scene {
     }
 }
 
-impl Filled {
-    /// Lets the program check its memory; returns its exit code, standard output and standard
-    /// error.
-    fn check_memory(mut self) -> (Option<i32>, String, String) {
-        self.child.stdin.take().unwrap().write_all(b"\n").unwrap();
-        let output = self.child.wait_with_output().unwrap();
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        (output.status.code(), text(&output.stdout), text(&output.stderr))
-    }
-
-    fn ends_with_119(self, case: &str) {
-        let (status, stdout, stderr) = self.check_memory();
-        assert_eq!(status, Some(EXIT_TAMPERED), "{case}: {stdout}{stderr}");
-        assert_eq!(stdout, "", "{case}");
-        assert!(stderr.contains("the memory node shm:"), "{case}: {stderr}");
-        assert!(!stderr.contains("secret"), "{case}: {stderr}");
-    }
+/// Checks that the program ends before it has read a changed page.
+fn ends_with_119(waiting: Waiting, case: &str) {
+    let (status, stdout, stderr) = waiting.check_memory();
+    assert_eq!(status, Some(EXIT_TAMPERED), "{case}: {stdout}{stderr}");
+    assert_eq!(stdout, "", "{case}");
+    assert!(stderr.contains("the memory node shm:"), "{case}: {stderr}");
+    assert!(!stderr.contains("secret"), "{case}: {stderr}");
 }
 
 const CIPHERS: [Cipher; 2] = [Cipher::Aes256Gcm, Cipher::Aes128Gcm];
@@ -146,7 +117,7 @@ fn changed_byte_of_a_sealed_page_ends_the_program() {
                 };
             }
         });
-        filled.ends_with_119(&format!("case {case}: byte {at}"));
+        ends_with_119(filled, &format!("case {case}: byte {at}"));
     }
 }
 
@@ -160,7 +131,7 @@ fn exchanged_sealed_pages_end_the_program() {
             one.swap_with_slice(other);
         }
     });
-    filled.ends_with_119("neighbours exchanged");
+    ends_with_119(filled, "neighbours exchanged");
 }
 
 #[test]
@@ -169,7 +140,7 @@ fn cleared_and_cut_sealed_pages_end_the_program() {
     for from in [0, 1, PAGE_BYTES / 2, PAGE_BYTES - 16] {
         let filled = scene.fill(Some(Cipher::Aes256Gcm));
         scene.change(|pages| pages.iter_mut().for_each(|page| page[from..].fill(0)));
-        filled.ends_with_119(&format!("cleared from byte {from}"));
+        ends_with_119(filled, &format!("cleared from byte {from}"));
     }
 }
 
@@ -183,7 +154,7 @@ fn sealed_pages_of_another_process_end_the_program() {
     assert_eq!(first.check_memory().0, Some(0));
     let second = scene.fill(Some(Cipher::Aes256Gcm));
     scene.set_bytes(&before);
-    second.ends_with_119("the pages of the process before");
+    ends_with_119(second, "the pages of the process before");
 }
 
 #[test]

@@ -10,6 +10,7 @@ use crate::Error;
 use crate::connect::ConnectReply;
 use crate::grant::Grant;
 use crate::ids::GroupId;
+use crate::info::Scheme;
 use crate::request_queue::ManagementQp;
 use crate::status::Counter;
 
@@ -49,6 +50,26 @@ pub fn too_large(bytes: u64, most: u64, has_sizes: bool) -> Error {
         ),
     };
     Error::Setting { setting: "bytes", value: bytes.to_string(), why }
+}
+
+/// Checks that an access by pages is to a whole page of `page_bytes`.
+///
+/// # Errors
+/// [`Error::Setting`] for another length.
+pub fn check_whole_page(
+    scheme: Scheme,
+    access: &str,
+    len: usize,
+    page_bytes: usize,
+) -> Result<(), Error> {
+    if len == page_bytes {
+        return Ok(());
+    }
+    Err(Error::Setting {
+        setting: "length",
+        value: len.to_string(),
+        why: format!("scheme {scheme} transfers whole pages: {access} {page_bytes} bytes"),
+    })
 }
 
 /// The error for a memory node whose scheme this client does not have.

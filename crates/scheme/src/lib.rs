@@ -37,7 +37,7 @@ mod settings;
 pub mod status;
 pub mod wakeup;
 
-pub use client::{Access, Answer, ClientScheme, PageAccess, too_large, unknown};
+pub use client::{Access, Answer, ClientScheme, PageAccess, check_whole_page, too_large, unknown};
 pub use connect::{ConnectReply, ConnectRequest, Offer, bulletin};
 pub use error::Error;
 pub use grant::{ConnectionEpoch, Grant};

@@ -16,11 +16,13 @@ use parking_lot::Mutex;
 use scheme::credits::Credit;
 use scheme::index::EntryId;
 use scheme::request_queue::{ManagementQp, RequestQueue, RequestQueueAttr};
-use scheme::{Access, Answer, ClientScheme, Error, Grant, GroupId, Offer, PageAccess};
+use scheme::{
+    Access, Answer, ClientScheme, Error, Grant, GroupId, Offer, PageAccess, check_whole_page,
+};
 use verbs::{Access as Rights, MemoryRegion, Nic, Remote};
 
 use super::table::PAGES_MAX;
-use super::{PAGE_BYTES, PageOp, READ_BYTES, REPLY_BYTES, REQUEST_BYTES, status};
+use super::{ODRP, PAGE_BYTES, PageOp, READ_BYTES, REPLY_BYTES, REQUEST_BYTES, status};
 
 /// Bytes from one reply slot to the next.
 const REPLY_STRIDE: usize = 64;
@@ -185,15 +187,8 @@ fn put(at: &mut [u8], place: Remote) {
     at[8..12].copy_from_slice(&place.rkey.0.to_be_bytes());
 }
 
-fn check_whole(op: &'static str, len: usize) -> Result<(), Error> {
-    if len == PAGE_BYTES {
-        return Ok(());
-    }
-    Err(Error::Setting {
-        setting: "length",
-        value: len.to_string(),
-        why: format!("scheme odrp transfers whole pages: {op} {PAGE_BYTES} bytes"),
-    })
+fn check_whole(access: &str, len: usize) -> Result<(), Error> {
+    check_whole_page(ODRP, access, len, PAGE_BYTES)
 }
 
 impl<N: Nic> PageAccess for Client<N> {

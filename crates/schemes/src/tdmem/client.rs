@@ -22,7 +22,7 @@ use scheme::options::SchemeOptions;
 use scheme::request_queue::{ManagementQp, RequestQueue, RequestQueueAttr};
 use scheme::{
     Access, Answer as Future, ClientScheme, ConnectReply, Counter, Error, Grant, GroupId, Offer,
-    PageAccess,
+    PageAccess, check_whole_page,
 };
 use verbs::{Access as Rights, MemoryRegion, Nic, Op, Remote, WorkRequest};
 
@@ -31,7 +31,7 @@ use super::layout::Peer;
 use super::local::LocalTier;
 use super::options::Region;
 use super::translation::{Entry, Place, State, Translation};
-use super::{ClientOptions, PAGE_BYTES, Tier};
+use super::{ClientOptions, PAGE_BYTES, TDMEM, Tier};
 
 /// Building blocks of the send queue for each request: a STORE has a WRITE, a WRITE of inline data,
 /// and a READ.
@@ -354,15 +354,8 @@ impl<N: Nic> Client<N> {
     }
 }
 
-fn check_whole(op: &'static str, len: usize) -> Result<(), Error> {
-    if len == PAGE_BYTES {
-        return Ok(());
-    }
-    Err(Error::Setting {
-        setting: "length",
-        value: len.to_string(),
-        why: format!("scheme tdmem transfers whole pages: {op} {PAGE_BYTES} bytes"),
-    })
+fn check_whole(access: &str, len: usize) -> Result<(), Error> {
+    check_whole_page(TDMEM, access, len, PAGE_BYTES)
 }
 
 impl<N: Nic> PageAccess for Client<N> {
