@@ -132,6 +132,7 @@ fn small() -> Setup {
         pins: 0,
         inherits: false,
         policy: Name::default(),
+        advised: true,
         alone: false,
         compacts: false,
         sealed: false,

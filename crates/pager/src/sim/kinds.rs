@@ -82,6 +82,7 @@ pub(crate) fn setup(kind: Kind, seed: u64) -> Setup {
         inherits: false,
         policy: Name::default(),
         paths: Paths::Two,
+        advised: true,
         alone: false,
         compacts: false,
         sealed: Random::new(seed, 13).once_in(3),

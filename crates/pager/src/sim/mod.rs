@@ -23,6 +23,7 @@
 //! - [`oracle`]: the expected content of each page.
 //! - [`world`]: a process, and the checks after each step and at the end.
 //! - [`rival`]: another process of the run, and changes of the bound that both share.
+//! - [`observer`]: what a memory node learns from the transfers, by the classifiers of [`learner`].
 //! - [`kinds`]: programs and sizes. [`explore`]: all orders of a small world.
 //!
 //! `GRANARY_PAGER_SEEDS=FROM..TO` sets the seeds. A failed seed is run again with a trace.
@@ -30,8 +31,11 @@
 mod explore;
 pub(crate) mod fiber;
 mod kinds;
+pub(crate) mod learner;
 mod liar;
+mod observer;
 mod oracle;
+mod pattern;
 mod program;
 pub(crate) mod random;
 mod rival;

@@ -3,6 +3,7 @@
 use std::rc::Rc;
 
 use super::fiber::{pause, trace, wait_until};
+use super::pattern::Pattern;
 use super::threads;
 use super::world::World;
 use crate::memory::model::{Bytes, WORDS};
@@ -18,6 +19,9 @@ pub(crate) enum Order {
     Random,
     /// Random pages below this number, and sometimes any page.
     Working(u32),
+    /// The order of a whole program. The program first writes all pages and uses random ones, and
+    /// the transfers that follow are recorded.
+    Pattern(Pattern),
 }
 
 /// Operations of one thread.
@@ -58,6 +62,16 @@ pub(crate) fn run(world: &Rc<World>, index: u32, program: &Program) {
     let pages = world.setup.pages;
     let once_in = |n: u32| world.random.borrow_mut().once_in(n);
     let below = |n: u32| world.random.borrow_mut().below(n);
+    let mut listed = match program.order {
+        Order::Pattern(pattern) => {
+            (0..pages).for_each(|page| access(world, thread, page, true));
+            (0..2 * pages).for_each(|_| access(world, thread, below(pages), once_in(2)));
+            world.pool.watch(true);
+            pattern.list(pages, program.operations, &mut world.random.borrow_mut())
+        }
+        _ => Vec::new(),
+    }
+    .into_iter();
     let mut page = below(pages);
     for _ in 0..program.operations {
         page = match program.order {
@@ -67,6 +81,7 @@ pub(crate) fn run(world: &Rc<World>, index: u32, program: &Program) {
             Order::Random => below(pages),
             Order::Working(count) if !once_in(16) => below(count.min(pages)),
             Order::Working(_) => below(pages),
+            Order::Pattern(_) => listed.next().expect("a page for each operation"),
         };
         if once_in(program.drops) {
             drop_pages(world, page..pages.min(page + 1 + below(RANGE_PAGES)));
@@ -86,6 +101,7 @@ pub(crate) fn run(world: &Rc<World>, index: u32, program: &Program) {
             access(world, thread, page, once_in(program.writes));
         }
     }
+    world.pool.watch(false);
     world.running.set(world.running.get() - 1);
 }
 

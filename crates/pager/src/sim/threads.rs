@@ -75,7 +75,10 @@ fn serve(world: &World, hand: &mut Hand, page: PageId, thread: u32, write: bool)
         thread,
         write,
         bounds: 0..world.setup.pages,
-        advice: world.random.borrow_mut().pick(&advices),
+        advice: match world.setup.advised {
+            true => world.random.borrow_mut().pick(&advices),
+            false => Advice::Normal,
+        },
         over_limit,
         alone: world.setup.alone,
     };

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::fiber::{current, point, trace, wait_until};
+use super::fiber::{current, point, step, trace, wait_until};
 use super::liar::Liar;
 use super::random::Random;
 use crate::memory::model::{Bytes, WORDS};
@@ -38,6 +38,16 @@ struct Posted {
     written: Vec<Box<Bytes>>,
 }
 
+/// A transfer as a memory node sees it.
+#[derive(Clone, Debug)]
+pub(crate) struct Post {
+    /// Step of the simulation, in place of the time.
+    pub step: u32,
+    pub direction: Direction,
+    /// The places of the pages that move together.
+    pub slots: Vec<u32>,
+}
+
 struct Pool {
     /// Chunks by handle, and the content of their pages that were written.
     chunks: BTreeMap<u32, Vec<Option<Box<Bytes>>>>,
@@ -50,6 +60,8 @@ struct Pool {
     random: Random,
     allocations: u64,
     liar: Option<Liar>,
+    is_watched: bool,
+    seen: Vec<Post>,
 }
 
 // SAFETY: the frames' base is only used under the lock of the pool.
@@ -152,6 +164,8 @@ impl ModelTransport {
             random,
             allocations: 0,
             liar: None,
+            is_watched: false,
+            seen: Vec::new(),
         };
         Self(Arc::new(Mutex::new(pool)))
     }
@@ -183,6 +197,16 @@ impl ModelTransport {
     /// Makes READ number `read` return other bytes than were written.
     pub(crate) fn lie_at(&self, read: u64, random: Random) {
         self.pool().liar = Some(Liar::new(read, random));
+    }
+
+    /// Begins or ends the record of transfers.
+    pub(crate) fn watch(&self, is_on: bool) {
+        self.pool().is_watched = is_on;
+    }
+
+    /// Takes the recorded transfers.
+    pub(crate) fn take_seen(&self) -> Vec<Post> {
+        std::mem::take(&mut self.pool().seen)
     }
 
     /// Returns the content of a page of a chunk.
@@ -307,6 +331,11 @@ impl Transport for ModelTransport {
                 let chunk = pool.chunks.get_mut(&page.chunk).expect("checked above");
                 chunk[page.page as usize] = None;
             }
+        }
+        if pool.is_watched {
+            let slot = |page: &PageMove| page.chunk * pool.chunk_pages + page.page;
+            let slots = moves.iter().map(slot).collect();
+            pool.seen.push(Post { step: step().unwrap_or(0), direction, slots });
         }
         let id = pool.next_id;
         pool.next_id += 1;

@@ -12,7 +12,7 @@ use super::program::{self, Program};
 use super::random::Random;
 use super::rival;
 use super::threads;
-use super::transport::ModelTransport;
+use super::transport::{ModelTransport, Post};
 use crate::backing::Backing;
 use crate::config::{Hide, Paths};
 use crate::fingerprint::Fingerprints;
@@ -56,6 +56,8 @@ pub(crate) struct Setup {
     pub inherits: bool,
     pub policy: Name,
     pub paths: Paths,
+    /// Faults come with random advice about later accesses.
+    pub advised: bool,
     /// Each fault maps one page, as with a trace.
     pub alone: bool,
     /// The worker compacts chunks.
@@ -482,6 +484,39 @@ pub(crate) fn run(
     schedule: &mut dyn Schedule,
 ) -> Result<Summary, String> {
     use crate::stats::Counter;
+    let (world, steps) = run_to_end(setup, seed, schedule)?;
+    let count = |counter: Counter| world.pages.stats.get(counter);
+    Ok(Summary {
+        steps: u64::from(steps),
+        faults: count(Counter::Faults),
+        taken_out: count(Counter::PagesEvicted),
+        written: count(Counter::PagesOut),
+        read: count(Counter::PagesIn),
+        read_ahead: count(Counter::PagesReadAhead),
+        restored: count(Counter::PagesRestored),
+        words: count(Counter::PagesWordMapped),
+        compacted: count(Counter::PagesCompacted),
+        calls: world.calls(),
+    })
+}
+
+/// Runs a world, and returns the transfers that were recorded.
+///
+/// # Errors
+/// As [`run`].
+pub(crate) fn watch(
+    setup: &Setup,
+    seed: u64,
+    schedule: &mut dyn Schedule,
+) -> Result<Vec<Post>, String> {
+    run_to_end(setup, seed, schedule).map(|(world, _)| world.pool.take_seen())
+}
+
+fn run_to_end(
+    setup: &Setup,
+    seed: u64,
+    schedule: &mut dyn Schedule,
+) -> Result<(Rc<World>, u32), String> {
     let world = World::new(setup.clone(), seed);
     for index in 0..setup.handlers {
         let world = world.clone();
@@ -529,25 +564,12 @@ pub(crate) fn run(
     // SAFETY: the world outlives the run.
     let locked = move || unsafe { (*pages).is_locked() };
     let steps = fiber::run(schedule, locked, || world.check_step(), setup.max_steps);
-    let steps = match steps {
-        Ok(steps) => steps,
+    match steps {
+        Ok(steps) => Ok((world, steps)),
         Err(error) => {
             // Fibers of the run still refer to the world.
             std::mem::forget(world);
-            return Err(error);
+            Err(error)
         }
-    };
-    let count = |counter: Counter| world.pages.stats.get(counter);
-    Ok(Summary {
-        steps: u64::from(steps),
-        faults: count(Counter::Faults),
-        taken_out: count(Counter::PagesEvicted),
-        written: count(Counter::PagesOut),
-        read: count(Counter::PagesIn),
-        read_ahead: count(Counter::PagesReadAhead),
-        restored: count(Counter::PagesRestored),
-        words: count(Counter::PagesWordMapped),
-        compacted: count(Counter::PagesCompacted),
-        calls: world.calls(),
-    })
+    }
 }
