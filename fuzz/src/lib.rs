@@ -12,6 +12,7 @@
 //! | `executable` | the file of a program | decoding ends; only ELF files have a kind |
 //! | `assist` | a packet to the assist, and the entries of a ring | each request is within its frames; the rest is refused |
 //! | `seal` | sealed bytes, a seal and a place | bytes open only as they were stored; all other outputs are zeros |
+//! | `tdmem` | WRITEs, READs and commands of several peers of the donor engine | each peer reaches its own slots and pages only; free pages are clear |
 //! | `hosts` | bytes to a memory node's TCP port | the memory node answers another host |
 
 pub mod assist;
@@ -23,6 +24,7 @@ pub mod packets;
 pub mod seal;
 pub mod service;
 pub mod session;
+pub mod tdmem;
 pub mod trace;
 pub mod wqe;
 

@@ -53,6 +53,7 @@ mod translation;
 pub use client::Client;
 pub use node::Node;
 pub use options::{ClientOptions, Options, Region, TierSizes};
+pub use random::Random;
 
 use std::fmt;
 
