@@ -78,6 +78,23 @@ fn wrong_command_line_exits_with_2_and_a_reason() {
             &["run", "--local=8MiB", "--assist=process", "--scheme=odrp", "--", "true"],
             "--assist process: scheme odrp moves pages by requests",
         ),
+        (&["run", "--local=8MiB", "--tier=local:64MiB", "--", "true"], "expected local=SIZE"),
+        (
+            &["run", "--local=8MiB", "--tier=fast=64MiB", "--", "true"],
+            "fast is a tier of the memory node: give it to granary serve --tier fast=64MiB",
+        ),
+        (
+            &["run", "--local=8MiB", "--tier=local=64MiB", "--pool=memory:1GiB", "--", "true"],
+            "--tier local=64MiB: a local store has no tiers",
+        ),
+        (
+            &["run", "--local=8MiB", "--tier=local=64MiB", "--", "true"],
+            "scheme onesidedmw, and only scheme tdmem has tiers; add --scheme tdmem",
+        ),
+        (
+            &["run", "--local=8MiB", "--scheme=tdmem", "--tier=local=1000", "--", "true"],
+            "the size must be a multiple of 4096 bytes",
+        ),
     ] {
         let output = run(arguments);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", stderr(&output));

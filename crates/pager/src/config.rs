@@ -17,6 +17,7 @@
 //! | `GRANARY_HIDE` | `off`, `writes` or `reads`: see [`Hide`] |
 //! | `GRANARY_SEAL` | `off`, `aes-256-gcm` or `aes-128-gcm`: encryption of the pages in the pool (`crates/seal`) |
 //! | `GRANARY_POLICY` | the pages that are evicted first (default `contest`): see [`crate::policy`] |
+//! | `GRANARY_TIER` | bytes of the process's own tier, with scheme `tdmem` (default 0) |
 //! | `GRANARY_TRIM` | `1`: sparse chunks are compacted at any time, and not only in a full pool |
 //! | `GRANARY_FAULT_TIMES` | file that tells `granary run` how frequent faults are (`awake`) |
 //!
@@ -47,6 +48,7 @@ const PAGES: &str = "GRANARY_PAGES";
 const PATHS: &str = "GRANARY_PATHS";
 const POLICY: &str = "GRANARY_POLICY";
 const SEAL: &str = "GRANARY_SEAL";
+const TIER: &str = "GRANARY_TIER";
 const TRIM: &str = "GRANARY_TRIM";
 
 /// Exit status of a program whose pages are lost because the pool is gone.
@@ -220,6 +222,9 @@ pub struct Config {
     pub seal: Option<Cipher>,
     /// The pattern of accesses that is hidden from the pool.
     pub hide: Hide,
+    /// Bytes of the process's own tier, which holds pages before a memory node with scheme `tdmem`
+    /// does. This memory is in addition to `local_bytes`.
+    pub tier_bytes: u64,
 }
 
 impl Config {
@@ -243,6 +248,7 @@ impl Config {
             policy: Name::default(),
             seal: None,
             hide: Hide::Off,
+            tier_bytes: 0,
         }
     }
 
@@ -271,6 +277,9 @@ impl Config {
         config.trace = get("GRANARY_TRACE").map(PathBuf::from);
         if let Some(region) = get("GRANARY_REGION") {
             config.region_bytes = size("GRANARY_REGION", &region)? as usize;
+        }
+        if let Some(tier) = get(TIER) {
+            config.tier_bytes = size(TIER, &tier)?;
         }
         if let Some(directory) = get("GRANARY_OVERFLOW_DIR") {
             config.overflow_directory = directory.into();
@@ -337,6 +346,7 @@ impl Config {
             (PATHS, self.paths.name().into()),
             (POLICY, self.policy.text().into()),
             (HIDE, self.hide.name().into()),
+            (TIER, self.tier_bytes.to_string().into()),
             (SEAL, self.seal.map_or_else(|| "off".into(), |cipher| cipher.to_string()).into()),
         ];
         if let Some(directory) = &self.run_directory {
@@ -423,6 +433,7 @@ mod tests {
         config.policy = Name::Random;
         config.seal = Some(Cipher::Aes128Gcm);
         config.hide = Hide::Reads;
+        config.tier_bytes = 5 << 20;
         let variables = config.to_environment();
         let get = |name: &str| {
             let found = variables.iter().find(|(key, _)| *key == name);

@@ -75,6 +75,15 @@ fn measure_at_exit() {
     }
 }
 
+/// The options of the connection to each of `nodes` memory nodes.
+fn connection(config: &Config, nodes: usize) -> pool::Options {
+    let mut options = pool::Options::default();
+    if config.tier_bytes > 0 {
+        options.scheme.set("local_bytes", config.tier_bytes / nodes.max(1) as u64);
+    }
+    options
+}
+
 /// Opens the run's ledger if the processes of the run share its bound.
 fn open_lease(config: &Config) -> Result<Option<Lease>, Error> {
     let Some(directory) = config.run_directory.as_ref().filter(|_| config.shares_bound) else {
@@ -363,7 +372,9 @@ impl Pager {
             (true, None) => direct_transport::connect(&nodes, frames),
             (false, Some(link)) => pool_transport::connect_with_assist(&nodes, frames, link),
             (false, None) => {
-                pool_transport::connect(&nodes, frames).map(|pool| Box::new(pool) as _)
+                let options = connection(config, nodes.len());
+                pool_transport::connect_with(&nodes, frames, &options)
+                    .map(|pool| Box::new(pool) as _)
             }
         };
         match opened {

@@ -82,7 +82,16 @@ struct Chunks {
 /// Connects to memory nodes, with NICs that the addresses select, and allocates `frames` frames
 /// for each.
 pub fn connect(nodes: &[Address], frames: u32) -> Result<PoolTransport<DefaultNic>, Error> {
-    PoolTransport::over(connect_with_retry(|| connect_all(nodes))?, nodes, frames)
+    connect_with(nodes, frames, &Options::default())
+}
+
+/// As [`connect`], with options of the connection to each memory node.
+pub fn connect_with(
+    nodes: &[Address],
+    frames: u32,
+    options: &Options,
+) -> Result<PoolTransport<DefaultNic>, Error> {
+    PoolTransport::over(connect_with_retry(|| connect_all(nodes, options))?, nodes, frames)
 }
 
 /// As [`connect`]. `show` is called with the memfd of the frames of each memory node, before the
@@ -92,7 +101,7 @@ pub(crate) fn connect_showing(
     frames: u32,
     show: &mut dyn FnMut(BorrowedFd<'_>),
 ) -> Result<PoolTransport<DefaultNic>, Error> {
-    let pools = connect_with_retry(|| connect_all(nodes))?;
+    let pools = connect_with_retry(|| connect_all(nodes, &Options::default()))?;
     PoolTransport::over_buffers(pools, nodes, frames, |pool, bytes| pool.buffer_shown(bytes, show))
 }
 
@@ -445,8 +454,8 @@ fn connect_with_retry(
     }
 }
 
-fn connect_all(nodes: &[Address]) -> Result<MultiPool, pool::Error> {
-    MultiPool::connect(nodes, Options::default(), Placement::RoundRobin)
+fn connect_all(nodes: &[Address], options: &Options) -> Result<MultiPool, pool::Error> {
+    MultiPool::connect(nodes, options.clone(), Placement::RoundRobin)
 }
 
 fn transfer_of<'a>(io: &PageIo, grant: &'a pool::Grant) -> Transfer<'a> {

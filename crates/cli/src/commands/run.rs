@@ -10,9 +10,12 @@ use pager::config::{Config, Hide, Paths, SealChoice};
 use pager::run::RunDirectory;
 use pager::runs::Bound;
 use pager::stats::Summary;
+use pager::sys::PAGE_BYTES;
 use pool::protocol::Status;
+use pool::schemes::tdmem::Tier;
 use pool::{Address, Scheme, Settings, schemes};
 use scheme::info::AccessKind;
+use units::Size;
 
 use crate::UsageError;
 use crate::assist::AssistProcess;
@@ -97,6 +100,12 @@ pub struct Run {
     #[arg(long, value_name = "off|writes|reads")]
     hide: Option<Hide>,
 
+    /// Tier of each process's own memory in scheme tdmem: local=SIZE. Pages go there while it has
+    /// room, and then to the memory node. This memory is in addition to --local, for each process
+    /// of the program, and several memory nodes share it evenly [default: none]
+    #[arg(long, value_name = "local=SIZE", value_parser = own_tier)]
+    tier: Option<Size>,
+
     /// Run programs whose memory cannot be paged (static ones, Go without cgo), and programs whose
     /// seccomp filter may stop the pager, with a message instead of an error
     #[arg(long)]
@@ -180,6 +189,7 @@ Examples:
   granary run --local-each 64MiB -- make -j4
   granary run --local 256MiB --assist process --stats -- python3 train.py
   granary run --local 64MiB --scheme finemem -- gcc -O2 -c big.c
+  granary run --local 64MiB --scheme tdmem --tier local=64MiB -- python3 train.py
   granary run --local 64MiB --pool shm:/run/granary.sock -- sqlite3 big.db .dump
   granary run --local 64MiB --pool roce://memory-1 --seal -- python3 train.py
   granary run --local 64MiB --pool shm:/run/a.sock,shm:/run/b.sock -- sort big.txt
@@ -213,6 +223,7 @@ impl Run {
         };
         // This query also fails before the program starts if no memory node answers.
         let before = pool_status(&pool)?;
+        self.check_tier(&pool, &before)?;
         // One NIC process for each remote memory node. All processes of the program share it, so
         // it must outlive each of them.
         let mut nics = Vec::new();
@@ -236,6 +247,7 @@ impl Run {
         let mut config = Config { is_direct, ..Config::new(local.bytes(), pool_address) };
         config.allow_unpaged = self.allow_unpaged;
         config.trim = self.trim;
+        config.tier_bytes = self.tier.map_or(0, |size| size.bytes());
         config.read_choices(|name| std::env::var(name).ok())?;
         config.paths = self.paths.unwrap_or(config.paths);
         config.seal = self.seal.map_or(config.seal, |SealChoice(cipher)| cipher);
@@ -316,6 +328,33 @@ impl Run {
         Err(UsageError(format!("--assist process: {why}"), "run"))
     }
 
+    /// Refuses a tier of the process's own memory that would not be used.
+    fn check_tier(&self, pool: &PoolAddress, status: &Status) -> Result<(), UsageError> {
+        let Some(size) = self.tier else { return Ok(()) };
+        let page = PAGE_BYTES as u64 * nodes(pool).len().max(1) as u64;
+        let why = match pool {
+            PoolAddress::Store(_) => "a local store has no tiers; use a memory node with scheme \
+                                      tdmem"
+                .into(),
+            _ if status.node.scheme != schemes::TDMEM.name => format!(
+                "the memory node has scheme {}, and only scheme tdmem has tiers; {}",
+                status.node.scheme,
+                match self.pool {
+                    None => "add --scheme tdmem",
+                    Some(_) => "start it with granary serve --scheme tdmem, or leave --tier out",
+                }
+            ),
+            _ if !size.bytes().is_multiple_of(page) || size.bytes() == 0 => {
+                format!("the size must be a multiple of {page} bytes, a page for each memory node")
+            }
+            _ if self.assist == Assist::Process => {
+                "pages of scheme tdmem are not moved by an assist; leave --assist out".into()
+            }
+            _ => return Ok(()),
+        };
+        Err(UsageError(format!("--tier local={size}: {why}"), "run"))
+    }
+
     fn print(&self, paged: &Summary, summary: &RunSummary) -> anyhow::Result<()> {
         if self.stats {
             eprintln!("{paged}\n{summary}");
@@ -324,6 +363,19 @@ impl Run {
             write(path, summary).with_context(|| format!("write {}", path.display()))?;
         }
         Ok(())
+    }
+}
+
+/// Parses the size of the tier of a process's own memory.
+fn own_tier(text: &str) -> Result<Size, String> {
+    match text.split_once('=') {
+        Some((name, size)) if name == Tier::Local.name() => {
+            size.parse::<Size>().map_err(|error| error.to_string())
+        }
+        Some((name, _)) if Tier::DONOR.iter().any(|tier| tier.name() == name) => Err(format!(
+            "{name} is a tier of the memory node: give it to granary serve --tier {text}"
+        )),
+        _ => Err("expected local=SIZE, e.g. local=64MiB".into()),
     }
 }
 
