@@ -1,8 +1,8 @@
 //! Accesses and commands to the donor engine of scheme `tdmem`, by several peers.
 //!
-//! The scene plays the NIC: it asks the engine before each part of an access, and tells it the end
-//! of a WRITE. It decides by the layout of the documentation, and not by that of the engine, which
-//! accesses are permitted.
+//! The scene plays the NIC: it asks the engine before each part of an access, and calls the engine
+//! at the end of a WRITE. The scene decides by a layout of its own, and not by that of the engine,
+//! which accesses are permitted.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -129,8 +129,8 @@ impl Scene {
         self.write(tag, command_at(own_slot(tag, input)), &bytes, step);
     }
 
-    /// A WRITE in steps. The NIC ends a WRITE of which the engine refuses a part, and does not tell
-    /// the engine its end.
+    /// A WRITE in steps. A WRITE of which the engine refuses a part ends there, without the call at
+    /// its end.
     fn write(&mut self, tag: u64, at: u64, bytes: &[u8], step: usize) {
         for (number, part) in bytes.chunks(step).enumerate() {
             let Some(at) = at.checked_add((number * step) as u64) else { return };

@@ -60,8 +60,8 @@ impl Process {
         (0..STORES).for_each(|_| self.store());
     }
 
-    /// Seals, forks and makes new keys, then seals until the process is killed, or until it has made
-    /// [`STORES_AT_MOST`] stores.
+    /// Seals, forks and makes new keys, then makes [`STORES_AT_MOST`] stores and waits for SIGKILL,
+    /// which may come before.
     fn run(mut self) -> ! {
         self.stores();
         if self.depth < DEPTH {
@@ -91,7 +91,7 @@ impl Process {
     }
 }
 
-/// What a process writes to standard error after its events.
+/// Character that a process writes to standard error after its events.
 const READY: char = '+';
 
 #[test]
