@@ -226,22 +226,22 @@ mod tests {
             (0..round % 64).map(|at| item(at * 10, at * 10 + 10, round)).collect()
         };
         let done = std::sync::atomic::AtomicBool::new(false);
+        let seen = std::sync::atomic::AtomicU64::new(0);
         std::thread::scope(|scope| {
             let reader = scope.spawn(|| {
-                let mut seen = 0u64;
                 while !done.load(Ordering::Acquire) {
                     let all = latch.all();
                     let round = all.first().map_or(0, |first| first.value);
                     assert_eq!(all, state(round), "{round}");
-                    seen = seen.max(round);
+                    seen.fetch_max(round, Ordering::AcqRel);
                 }
-                seen
             });
-            for round in 0..20_000 {
+            // On a busy machine the reader starts late.
+            let is_unseen = || seen.load(Ordering::Acquire) == 0 && !reader.is_finished();
+            for round in (1..).take_while(|round| *round < 20_000 || is_unseen()) {
                 latch.set(&state(round));
             }
             done.store(true, Ordering::Release);
-            assert!(reader.join().unwrap() > 0, "the reader saw no change");
         });
     }
 
