@@ -72,11 +72,13 @@ impl Slots {
     }
 
     /// Returns true if a slot's page must get another slot, because the chunk is closed.
+    ///
+    /// A caller without the page's lock may have an old slot, whose chunk may be freed already.
     pub fn is_closed(&self, slot: super::SlotId) -> bool {
         if !slot.has_place() || self.closed.is_empty() {
             return false;
         }
-        self.chunks[self.split(slot).0].as_ref().expect("a slot's chunk exists").is_closed
+        self.chunks[self.split(slot).0].as_ref().is_some_and(|chunk| chunk.is_closed)
     }
 
     fn has_frozen(&self, chunk: &Chunk) -> bool {
