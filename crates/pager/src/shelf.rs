@@ -135,6 +135,11 @@ impl Shelf {
         self.filled
     }
 
+    /// Returns the number of empty positions.
+    pub fn empty(&self) -> u32 {
+        self.empty.count
+    }
+
     /// Returns the number of blank positions.
     pub fn blank(&self) -> u32 {
         self.blank.count

@@ -379,10 +379,14 @@ impl<M: Memory> Pages<M> {
     }
 
     /// Sets victims BUSY, oldest first, and reserves empty positions for them.
+    ///
+    /// Asks the policy for no more victims than there are empty positions. A victim that comes back
+    /// for want of a position would count as one that cannot leave.
     fn choose(&self, hand: &mut Hand, max: u32) {
         hand.run.clear();
         let mut guard = self.state();
         let state = &mut *guard;
+        let max = max.min(state.shelf.empty());
         for _ in 0..max {
             let wanted = max - hand.run.len() as u32;
             if wanted == 0 {

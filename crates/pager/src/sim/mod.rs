@@ -191,6 +191,22 @@ fn policy_is_told_what_streams_leave_behind() {
     assert!(sum.calls.left_behind >= 1_000, "{sum:?}");
 }
 
+/// Compaction looks at a page without its lock, while another thread frees the page's slot and with
+/// it the chunk.
+#[test]
+fn compaction_meets_slots_of_freed_chunks() {
+    for (kind, seed) in [(Kind::Leases, 8152), (Kind::Inherits, 7635)] {
+        run_seed(kind, seed).unwrap();
+    }
+}
+
+/// With one empty position, victims came back for want of a position. The policy took them for pages
+/// that cannot leave, and named the page of the last fault instead, fault after fault.
+#[test]
+fn victims_are_not_returned_for_want_of_a_position() {
+    run_seed(Kind::SmallShelf, 11_030).unwrap();
+}
+
 #[test]
 fn a_seed_runs_the_same_way_twice() {
     for seed in 0..20 {
