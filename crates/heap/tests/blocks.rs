@@ -216,6 +216,7 @@ fn chunk_that_cannot_be_used_goes_back() {
     for number in [u64::MAX / 4096, 1 << 24] {
         source.forge_next(chunk(number));
         assert!(matches!(now(heap.allocate(G, 1)), Err(Error::BadChunk { .. })), "{number}");
+        assert_eq!(source.freed().pop(), Some(chunk(number)));
     }
     heap.audit().unwrap();
     assert_eq!(heap.block(block.place), Some(block));
