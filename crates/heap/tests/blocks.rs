@@ -67,6 +67,17 @@ fn freed_block_is_used_again_when_no_guard_is_left() {
 }
 
 #[test]
+fn allocation_takes_a_block_out_of_limbo_before_a_chunk() {
+    let settings = Settings { reserve_chunks: 1, reserve_chunks_max: 1 };
+    let heap = Heap::new(Ram::new(4096, 2, 1), settings).unwrap();
+    let block = allocate(&heap, 4096);
+    now(heap.refill(G)).unwrap();
+    heap.free(block.place).unwrap();
+    assert_eq!(heap.try_allocate(G, 4096).unwrap(), Some(block));
+    assert_eq!(heap.stats().empty_chunks, 1);
+}
+
+#[test]
 fn chunk_with_blocks_in_limbo_is_not_given_back() {
     let heap = heap(4096, 2);
     let block = allocate(&heap, 4096);
