@@ -1,0 +1,19 @@
+//! The errors of all modules.
+
+/// Any error of this crate.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A request or a reply breaks the protocol.
+    #[error(transparent)]
+    Protocol(#[from] crate::request::ProtocolError),
+    /// A reply breaks the protocol.
+    #[error(transparent)]
+    Reply(#[from] crate::reply::BadReply),
+    /// A line of a configuration is wrong.
+    #[error(transparent)]
+    Conf(#[from] crate::conf::ConfError),
+    /// A text is no number.
+    #[error(transparent)]
+    Number(#[from] crate::number::NumberError),
+}
