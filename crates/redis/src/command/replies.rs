@@ -66,7 +66,7 @@ fn info(command: &Command, container: Option<&Command>, w: &mut Writer<'_>) {
     command.tips.iter().for_each(|tip| w.bulk(tip));
     w.set(command.keys.len());
     command.keys.iter().for_each(|spec| key_spec(spec, w));
-    w.set(command.subcommands.len());
+    w.array(command.subcommands.len());
     command.subcommands.iter().for_each(|sub| info(sub, Some(command), w));
 }
 
