@@ -82,11 +82,21 @@ impl Drop for Server {
 }
 
 /// A reply with memory of its own.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Tree {
     pub kind: String,
     pub text: Vec<u8>,
     pub children: Vec<Tree>,
+}
+
+impl std::fmt::Debug for Tree {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.kind)?;
+        match self.text.is_empty() {
+            true => f.debug_list().entries(&self.children).finish(),
+            false => write!(f, ":{}", self.text.escape_ascii()),
+        }
+    }
 }
 
 impl Tree {
