@@ -445,7 +445,10 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn small_and_large_integers_round_alike(digits in 1..=u64::MAX, scale in SMALL_DIVISOR..=SMALL_FACTOR) {
+        fn small_and_large_integers_round_alike(
+            digits in 1..=u64::MAX,
+            scale in SMALL_DIVISOR..=SMALL_FACTOR,
+        ) {
             let decimal = || Decimal { digits: Big::new(digits), scale };
             assert_eq!(decimal().round_small(false), decimal().round_large(false));
         }

@@ -282,3 +282,22 @@ proptest! {
         assert_eq!(read(&bytes, Limits::default()).unwrap().1, entries);
     }
 }
+
+proptest! {
+    /// Damaged files end with an error or with strings within the limit, and without a panic.
+    #[test]
+    fn damaged_databases_are_read_without_harm(
+        changes in vec((any::<usize>(), any::<u8>()), 1..8),
+        cut in any::<usize>(),
+    ) {
+        let mut bytes = write(&entries()[..18], Options { compress: true, checksum: false });
+        for (at, byte) in changes {
+            let at = 9 + at % (bytes.len() - 9);
+            bytes[at] = byte;
+        }
+        bytes.truncate(if cut % 3 == 0 { cut % bytes.len() } else { bytes.len() });
+        if let Ok((_, entries)) = read(&bytes, Limits { value: 300 }) {
+            prop_assert!(entries.iter().all(|(key, value, _)| key.len().max(value.len()) <= 300));
+        }
+    }
+}
