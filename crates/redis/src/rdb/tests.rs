@@ -150,7 +150,7 @@ fn values_of_other_types_are_skipped() {
         (Kind::Set, [&[1][..], &a].concat()),
         (Kind::Hash, [&[1][..], &a, &b].concat()),
         (Kind::SortedSet, [&[1][..], &a, &[0; 8]].concat()),
-        (Kind::SortedSetText, [&[2][..], &a, &text("1.5"), &b, &[254]].concat()),
+        (Kind::SortedSetText, [&[3][..], &a, &text("1.5"), &b, &[254], &b, &[253]].concat()),
         (
             Kind::Module,
             b"\x81\0\0\0\0\0\0\x04\x01\x02\x07\x01\x08\x03abcd\x04abcdefgh\x05\x01x\x00".to_vec(),
