@@ -26,7 +26,7 @@ struct Matcher<'a> {
 impl Matcher<'_> {
     fn run(&self, text: &[u8]) -> bool {
         let (mut at, mut pos) = (0, 0);
-        // Where to go on if a comparison fails: behind the latest `*`, and the text it ends at.
+        // Where to go on if a comparison fails: behind the latest `*`, at the end of its text.
         let mut retry = None;
         loop {
             if self.pattern.get(at) == Some(&b'*') {

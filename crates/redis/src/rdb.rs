@@ -1,12 +1,11 @@
 //! Database files (RDB) and the payloads of DUMP.
 //!
-//! [`Reader`] reads the versions 1 to 11 of Redis and 80 of Valkey from any `Read`. It returns
-//! strings with their keys. It parses values of other types for their length, skips them exactly,
-//! and names their [`Kind`]. [`Writer`] writes version 10, that of Redis 7.0, to any `Write`.
+//! [`Reader`] reads the versions 1 to 11 of Redis and 80 of Valkey from any `Read`. The reader
+//! returns strings with their keys. Values of other types are parsed for their length, skipped
+//! exactly, and named by their [`Kind`]. [`Writer`] writes version 10, that of Redis 7.0, to any `Write`.
 //!
-//! The reader holds one key and one value, of which each is at most [`Limits::value`] long. It
-//! trusts no length: memory grows with the bytes that were read, not with the bytes that a length
-//! announces.
+//! The reader holds one key and one value, of which each is at most [`Limits::value`] long. Memory
+//! grows with the bytes that were read, not with the bytes that a length announces.
 //!
 //! ```
 //! use redis_formats::rdb::{Event, Limits, Meta, Options, Reader, Value, Writer};

@@ -53,8 +53,8 @@ impl User {
         Ok(())
     }
 
-    /// A pattern of PSUBSCRIBE must be a pattern of the user as it stands. Otherwise it could match
-    /// channels that the user has no right to.
+    /// A pattern of PSUBSCRIBE must be a pattern of the user as it stands. Otherwise the
+    /// pattern could match channels that the user has no right to.
     fn covers_channel(&self, id: Id, channel: &[u8]) -> bool {
         match id {
             Id::Psubscribe => self.channels.list.iter().any(|own| own == channel),

@@ -36,7 +36,7 @@ pub struct User {
     pub(super) name: Vec<u8>,
     pub(super) is_on: bool,
     pub(super) needs_no_password: bool,
-    /// Whether RESTORE checks payloads of the user; absent without a rule about it.
+    /// Whether RESTORE checks payloads of the user; absent without such a rule.
     pub(super) sanitizes: Option<bool>,
     pub(super) passwords: Vec<PasswordHash>,
     pub(super) keys: Patterns,

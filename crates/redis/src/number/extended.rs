@@ -113,10 +113,21 @@ impl Extended {
         }
         whole.write(out);
         if fraction != 0 {
-            let digits = format!(".{fraction:017}");
-            out.extend(digits.trim_end_matches('0').bytes());
+            write_fraction(fraction, out);
         }
     }
+}
+
+/// Appends a point and 17 digits without trailing zeros.
+fn write_fraction(mut fraction: u64, out: &mut Vec<u8>) {
+    let mut digits = [b'0'; 17];
+    for digit in digits.iter_mut().rev() {
+        *digit += (fraction % 10) as u8;
+        fraction /= 10;
+    }
+    let kept = digits.iter().rposition(|&digit| digit != b'0').map_or(0, |last| last + 1);
+    out.push(b'.');
+    out.extend_from_slice(&digits[..kept]);
 }
 
 /// Divides by 2^`shift`, and rounds ties to even.

@@ -50,7 +50,7 @@ pub fn restore<'a>(
     let mut source = Source::new(value, limits);
     let damaged = RdbError::Damaged { offset: len as u64, problem: "the payload has no value" };
     let inner = |error| match error {
-        // The checksum was right, so the payload is complete as its sender made it.
+        // The checksum was right, so no byte of the payload is missing.
         RdbError::Truncated { .. } => damaged,
         other => other,
     };

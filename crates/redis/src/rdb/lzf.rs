@@ -205,6 +205,8 @@ mod tests {
             assert!(!decompress(input, len, &mut Vec::new()), "{input:?}");
         }
         assert!(decompress(b"\x00a\x20\x00", 4, &mut Vec::new()));
+        // A reference must not reach bytes that were in the output before.
+        assert!(!decompress(b"\x00a\x20\x05", 4, &mut b"secret".to_vec()));
     }
 
     proptest::proptest! {

@@ -129,7 +129,7 @@ fn announced_lengths_take_no_memory() {
         let error = read(&[head, value].concat(), Limits::default()).unwrap_err();
         assert!(matches!(error, RdbError::TooLong { .. }), "{error}");
     }
-    // A compressed string that would be much longer than its input can make it.
+    // A compressed string whose length is far above what its input can stand for.
     let error = read(&[&head[..], b"\xc3\x01\x80\x10\x00\x00\x00a"].concat(), limits).unwrap_err();
     assert!(matches!(error, RdbError::Damaged { .. }), "{error}");
 }

@@ -19,8 +19,8 @@ pub struct Server {
     folder: tempfile::TempDir,
 }
 
-/// Returns whether the program exists in version 7.0. Otherwise prints why the test is skipped; with
-/// `CI` set, the test fails instead.
+/// Returns whether the program exists in version 7.0. Otherwise prints why the test is skipped.
+/// With `CI` set, the test fails instead.
 pub fn is_installed(program: &str) -> bool {
     let output = Command::new(program).arg("--version").output();
     let is_known = output.is_ok_and(|output| {
