@@ -2,7 +2,8 @@
 //!
 //! [`Reader`] reads the versions 1 to 11 of Redis and 80 of Valkey from any `Read`. The reader
 //! returns strings with their keys. Values of other types are parsed for their length, skipped
-//! exactly, and named by their [`Kind`]. [`Writer`] writes version 10, that of Redis 7.0, to any `Write`.
+//! exactly, and named by their [`Kind`]. [`Writer`] writes version 10, that of Redis 7.0, to any
+//! `Write`.
 //!
 //! The reader holds one key and one value, of which each is at most [`Limits::value`] long. Memory
 //! grows with the bytes that were read, not with the bytes that a length announces.

@@ -1,6 +1,6 @@
 //! Replies: a writer for servers and a parser for clients.
 //!
-//! A [`Writer`] takes every kind of reply. For RESP2 the writer uses the kind that Redis uses there:
+//! A [`Writer`] takes every kind of reply. In RESP2 some kinds have the form that Redis uses there:
 //!
 //! | kind | RESP3 | RESP2 |
 //! | --- | --- | --- |
