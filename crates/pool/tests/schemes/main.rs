@@ -5,6 +5,7 @@ mod batches;
 mod checks;
 #[path = "../common/mod.rs"]
 mod common;
+mod event_loop;
 mod gone;
 mod pages;
 mod place;
@@ -45,6 +46,11 @@ macro_rules! scheme {
                 fn operations_end_when_the_node_dies() {
                     crate::gone::operations_end_when_the_node_dies($how);
                 }
+
+                #[test]
+                fn tasks_end_when_the_node_dies() {
+                    crate::event_loop::tasks_end_when_the_node_dies($how);
+                }
             }
         }
     };
@@ -75,6 +81,10 @@ macro_rules! scheme {
             refused_list_has_no_effect,
             lists_survive_bad_accesses_of_other_threads,
             abandoned_lists_keep_their_memory,
+        ]);
+        run!(event_loop, $how, $place, [
+            tasks_allocate_use_and_free,
+            loops_of_two_threads_share_a_group,
         ]);
     };
 }
