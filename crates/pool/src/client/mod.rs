@@ -265,6 +265,13 @@ impl<N: Nic> Pool<N> {
         self.inner.terms.chunk_bytes
     }
 
+    /// Address of the memory node's first chunk. `grant.addr` minus this address is an offset that
+    /// names the same memory for every compute node, for as long as the memory node runs. `None` in
+    /// schemes with access by pages, where a grant does not name a place.
+    pub fn first_chunk(&self) -> Option<u64> {
+        self.inner.terms.first_chunk
+    }
+
     /// Number of QP groups of this compute node.
     pub fn groups(&self) -> u16 {
         self.inner.groups.len() as u16

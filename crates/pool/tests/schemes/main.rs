@@ -57,6 +57,7 @@ macro_rules! scheme {
     (@all $how:expr, $place:expr) => {
         run!($how, $place, [
             chunk_is_zero_and_keeps_written_data,
+            chunks_are_named_by_their_offset,
             the_next_owner_reads_zeros,
             keys_are_dead_after_free,
             accesses_beyond_the_grant_are_refused,
