@@ -272,6 +272,14 @@ impl<N: Nic> Pool<N> {
         self.inner.terms.first_chunk
     }
 
+    /// A grant of the whole pool for the QPs of `group`: [`Pool::first_chunk`] is its address. Only
+    /// in scheme `shared-region`, in which every compute node may reach every byte, also of chunks
+    /// that other compute nodes own. The grant cannot be freed.
+    pub fn whole_pool(&self, group: GroupId) -> Option<Grant> {
+        let inner = &self.inner;
+        inner.scheme.whole_pool(group).map(|grant| grant.with_connection(inner.connection))
+    }
+
     /// Number of QP groups of this compute node.
     pub fn groups(&self) -> u16 {
         self.inner.groups.len() as u16

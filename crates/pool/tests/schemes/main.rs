@@ -58,6 +58,7 @@ macro_rules! scheme {
         run!($how, $place, [
             chunk_is_zero_and_keeps_written_data,
             chunks_are_named_by_their_offset,
+            only_a_shared_region_is_one_grant,
             the_next_owner_reads_zeros,
             keys_are_dead_after_free,
             accesses_beyond_the_grant_are_refused,
@@ -104,10 +105,16 @@ impl Setup {
     }
 
     /// True if a key is valid for one compute node only; false for unguarded type-1 windows
-    /// (OneSidedMW §2.3).
+    /// (OneSidedMW §2.3), and for one key to all memory.
     fn keys_are_for_one_client(&self) -> bool {
         let isolation = self.how.scheme.isolation;
-        !isolation.has_type1_windows() || isolation == Isolation::GuardedWindows
+        let guarded = !isolation.has_type1_windows() || isolation == Isolation::GuardedWindows;
+        guarded && self.keys_are_for_one_grant()
+    }
+
+    /// True if a key opens the chunk of its grant only; false for one key to all memory.
+    fn keys_are_for_one_grant(&self) -> bool {
+        self.how.scheme.isolation != Isolation::SharedRegion
     }
 
     /// True if a chunk is cleared before it is reallocated.
@@ -146,6 +153,7 @@ scheme!(
 scheme!(premmap_onesided, crate::How::by(pool::schemes::PREMMAP_ONESIDED));
 scheme!(premmap_rpc, crate::How::by(pool::schemes::PREMMAP_RPC));
 scheme!(ondemand_rpc, crate::How::by(pool::schemes::ONDEMAND_RPC));
+scheme!(shared_region, crate::How::by(pool::schemes::SHARED_REGION));
 
 /// Access by pages: the checks of [`checks`] for keys, ranges and parts of a chunk do not apply;
 /// the others have a version with pages.
@@ -222,6 +230,7 @@ mod several_cores {
     cores!(static_mr, pool::schemes::STATIC_MR);
     cores!(premmap_rpc, pool::schemes::PREMMAP_RPC);
     cores!(ondemand_rpc, pool::schemes::ONDEMAND_RPC);
+    cores!(shared_region, pool::schemes::SHARED_REGION);
 }
 
 /// The CPU polls for RPCs instead of sleeping.
