@@ -42,10 +42,12 @@ pub(crate) trait Reactor: Send + Sync {
 }
 
 thread_local! {
-    /// The reactors that this thread's futures wait for; `None` while the thread polls none of its
-    /// own futures ([`block_on`](crate::executor::block_on), [`Tasks`](crate::executor::Tasks)).
+    /// The reactors that this thread's future waits for; `None` outside of
+    /// [`block_on`](crate::executor::block_on).
     static DRIVEN: RefCell<Option<Vec<Arc<dyn Reactor>>>> = const { RefCell::new(None) };
-    /// The reactors of this thread's tasks, between two rounds.
+    /// Number of rounds of [`Tasks`](crate::executor::Tasks) that poll on this thread.
+    static ROUNDS: Cell<u32> = const { Cell::new(0) };
+    /// The reactors that this thread's tasks wait for.
     static LOOP: RefCell<Vec<Arc<dyn Reactor>>> = const { RefCell::new(Vec::new()) };
     /// Time at which the idle callbacks of [`LOOP`] ran last.
     static IDLE_AT: Cell<Option<Instant>> = const { Cell::new(None) };
@@ -60,17 +62,17 @@ thread_local! {
 /// Ensures that `reactor` is polled for a future that has just registered its waker.
 pub(crate) fn drive<R: Reactor + 'static>(reactor: Arc<R>) {
     let reactor: Arc<dyn Reactor> = reactor;
-    let here = DRIVEN.with_borrow_mut(|driven| match driven {
-        None => false,
-        Some(list) => {
-            if !list.iter().any(|r| Arc::ptr_eq(r, &reactor)) {
-                list.push(reactor.clone());
-            }
-            true
+    let add = |list: &mut Vec<Arc<dyn Reactor>>| {
+        if !list.iter().any(|r| Arc::ptr_eq(r, &reactor)) {
+            list.push(reactor.clone());
         }
-    });
-    if !here {
-        reactor.ensure_driver();
+    };
+    if DRIVEN.with_borrow_mut(|driven| driven.as_mut().map(add)).is_some() {
+        return;
+    }
+    match ROUNDS.get() {
+        0 => reactor.ensure_driver(),
+        _ => LOOP.with_borrow_mut(add),
     }
 }
 
@@ -110,40 +112,46 @@ pub(crate) fn put_back(mut list: Vec<Arc<dyn Reactor>>) {
     });
 }
 
-/// Marks this thread as running futures of its own.
-pub(crate) struct Entered {
-    /// The futures are tasks, whose reactors are kept for the next round.
-    is_loop: bool,
-}
+/// Marks this thread as running a future in `block_on`.
+pub(crate) struct Entered;
 
 impl Entered {
     /// Starts to run a future. Panics if the thread already runs one.
     pub fn enter() -> Self {
-        Self::with(Vec::new(), false)
-    }
-
-    /// Starts a round of tasks. Panics if the thread already runs a future.
-    pub fn enter_loop() -> Self {
-        let mut list = LOOP.take();
-        list.retain(|r| r.watchers() > 0);
-        Self::with(list, true)
-    }
-
-    fn with(list: Vec<Arc<dyn Reactor>>, is_loop: bool) -> Self {
+        assert_eq!(ROUNDS.get(), 0, "block_on within a task");
         DRIVEN.with_borrow_mut(|driven| {
-            assert!(driven.is_none(), "block_on within block_on, or within a task");
-            *driven = Some(list);
+            assert!(driven.is_none(), "block_on within block_on");
+            *driven = Some(Vec::new());
         });
-        Entered { is_loop }
+        Entered
     }
 }
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        let list = DRIVEN.take();
-        if self.is_loop {
-            LOOP.set(list.unwrap_or_default());
-        }
+        DRIVEN.set(None);
+    }
+}
+
+/// Marks this thread as polling its tasks.
+///
+/// Under virtual time several programs share a thread, and one may be suspended in a poll while
+/// another one begins a round. Therefore the rounds are counted.
+pub(crate) struct Round;
+
+impl Round {
+    /// Starts a round of tasks. Panics if the thread runs a future in `block_on`.
+    pub fn enter() -> Self {
+        assert!(DRIVEN.with_borrow(|driven| driven.is_none()), "tasks within block_on");
+        LOOP.with_borrow_mut(|list| list.retain(|r| r.watchers() > 0));
+        ROUNDS.set(ROUNDS.get() + 1);
+        Round
+    }
+}
+
+impl Drop for Round {
+    fn drop(&mut self) {
+        ROUNDS.set(ROUNDS.get() - 1);
     }
 }
 

@@ -12,7 +12,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::ready;
 use crate::Error;
-use crate::completion::reactor::Entered;
+use crate::completion::reactor::Round;
 
 /// Tasks of a word.
 const WORD: usize = u64::BITS as usize;
@@ -125,7 +125,7 @@ impl<F: Future> Tasks<F> {
     /// `done`. Returns the number of polls. `done` must not block.
     pub fn run(&mut self, mut done: impl FnMut(TaskId, F::Output)) -> usize {
         let mut polls = 0;
-        let _entered = Entered::enter_loop();
+        let _round = Round::enter();
         for at in 0..self.words.len() {
             for bit in bits(self.words[at].load(Ordering::Acquire)) {
                 // Cleared first: a wake-up from now on makes the task ready again.
