@@ -125,6 +125,12 @@ pub trait ClientScheme: Send + Sync {
         Box::pin(async { Ok(()) })
     }
 
+    /// A grant of all chunks for the QPs of `group`, in a scheme that gives every compute node the
+    /// key to all memory. It cannot be freed.
+    fn whole_pool(&self, _group: GroupId) -> Option<Grant> {
+        None
+    }
+
     /// What this client counts.
     fn counters(&self) -> Vec<Counter> {
         Vec::new()

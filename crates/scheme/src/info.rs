@@ -102,6 +102,9 @@ pub enum ReleaseTime {
     Quarantine,
     /// After the next allocation of the chunk. The chunk is not cleared.
     AfterReuse,
+    /// Never: the keys stay valid for as long as the memory node runs. The chunk is cleared before
+    /// the free returns.
+    Never,
 }
 
 /// A capability that the memory node's NIC must have.
@@ -139,13 +142,12 @@ impl SchemeInfo {
         self.sizes == Sizes::Blocks
     }
 
-    /// True if a chunk is inaccessible to its last owner, and cleared, before it is allocated
-    /// again.
+    /// True if a chunk is cleared before it is allocated again.
     pub fn clears(&self) -> bool {
         self.release != ReleaseTime::AfterReuse
     }
 
-    /// True if a free returns before the chunk is released.
+    /// True if a free returns before the keys of the chunk are dead.
     pub fn releases_late(&self) -> bool {
         self.release != ReleaseTime::BeforeReturn
     }

@@ -16,7 +16,9 @@ pub mod tdmem;
 pub use crate::finemem::{FINEMEM, FINEMEM_PAPER, PREMMAP_ONESIDED};
 pub use crate::odrp::ODRP;
 pub use crate::onesidedmw::ONESIDEDMW;
-pub use crate::rpc::{FINE_MR, ONDEMAND_RPC, PREMMAP_RPC, RPC_MW_1, RPC_MW_2, STATIC_MR};
+pub use crate::rpc::{
+    FINE_MR, ONDEMAND_RPC, PREMMAP_RPC, RPC_MW_1, RPC_MW_2, SHARED_REGION, STATIC_MR,
+};
 pub use crate::tdmem::TDMEM;
 
 use scheme::registry::{ClientFamily, ClientRegistry, Family, NodeFamily, NodeRegistry, Registry};
@@ -38,6 +40,7 @@ pub const ALL: &[Scheme] = &[
     PREMMAP_ONESIDED,
     PREMMAP_RPC,
     ONDEMAND_RPC,
+    SHARED_REGION,
 ];
 
 /// The families of this crate.

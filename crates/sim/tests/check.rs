@@ -153,6 +153,26 @@ fn ondemand_rpc() {
     check_seeds(Case::of(schemes::ONDEMAND_RPC));
 }
 
+/// Without hostile clients, because nothing protects from them.
+#[test]
+fn shared_region() {
+    check_seeds(Case::of(schemes::SHARED_REGION));
+}
+
+/// In `shared-region` a hostile client changes the chunk of another client by its own key.
+#[test]
+fn one_key_for_all_opens_every_chunk() {
+    let abused = Case::ONE_KEY;
+    assert!(abused.unsafe_by_design.is_some() && !Case::ALL.contains(&abused));
+    // In other worlds the oracle first sees that a free chunk was written.
+    let stolen = |seed| {
+        let violation = check::run(abused, seed, false).violation?;
+        (violation.invariant == Invariant::Accesses).then_some((seed, violation))
+    };
+    let (seed, violation) = (0..1000).find_map(stolen).expect("a hostile client uses the key");
+    println!("{abused}, seed {seed}: {violation}");
+}
+
 /// In `rpc-mw-1` a key is guessed within a few worlds and opens another client's chunk. With type-2
 /// windows the same guesses in the same worlds open nothing.
 #[test]

@@ -1,13 +1,14 @@
 //! A memory node and compute nodes run the pool's code in virtual time.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
-use pool::{Options, Settings};
-use pool::{Scheme, schemes};
+use pool::{Lane, Options, Scheme, Settings, Step, schemes};
 use scheme::info::AccessKind;
 use scheme::{GroupId, NodeScheme};
 use sim::{Cluster, ClusterSpec, NodeId, Params, Time, fiber};
+use verbs::executor::Tasks;
 
 fn finemem<'a>(
     scheme: &'a mut (dyn NodeScheme + 'static),
@@ -105,6 +106,58 @@ fn clients_allocate_read_and_free_in_virtual_time() {
         let asks = scheme.access == AccessKind::OneSided;
         assert!((!asks || one[0] > 2.0) && many[0] < 1000.0, "{one:?} {many:?}");
     }
+}
+
+/// Event loops of several compute nodes, in virtual time: tasks run ordered lists and allocate, and
+/// the loop sleeps on all CQs.
+#[test]
+fn event_loops_run_ordered_lists_in_virtual_time() {
+    let mut spec = spec(schemes::ONESIDEDMW, 3, 1);
+    spec.settings.groups_max = 2;
+    let mut cluster = Cluster::new(&spec).expect("a cluster");
+    let options = Options { groups: Some(2), ..Options::default() };
+    let processes: Vec<_> =
+        (0..3).map(|_| cluster.connect(NodeId(1), options.clone()).expect("a process")).collect();
+    cluster.start();
+    let program = |process: &sim::Process| {
+        let (pool, hooks) = (process.pool.clone(), process.hooks.clone());
+        move || {
+            let mut tasks = Tasks::new(fiber::waker());
+            for task in 0..4u16 {
+                let (pool, hooks) = (&pool, &hooks);
+                tasks.spawn(async move {
+                    let grant = &pool.allocate_in(GroupId(task % 2)).await.expect("a chunk");
+                    for round in 0..10u64 {
+                        let (mut old, mut back) = (0, [0; 8]);
+                        let mut steps = [
+                            Step::Write { grant, offset: 8, from: &round.to_be_bytes() },
+                            Step::FetchAndAdd { grant, offset: 0, add: 1, old: &mut old },
+                            Step::Read { grant, offset: 8, into: &mut back },
+                        ];
+                        let start = hooks.now();
+                        pool.run(Lane(0), &mut steps).await.expect("a list");
+                        let took = hooks.now().since(start);
+                        assert_eq!((old, u64::from_be_bytes(back)), (round, round));
+                        assert!(Time::us(2) < took && took < Time::us(20), "{took:?}");
+                    }
+                    pool.free(*grant).await.expect("it is freed");
+                });
+            }
+            loop {
+                tasks.run(|_, ()| ());
+                if tasks.is_empty() {
+                    break;
+                }
+                tasks.sleep(|| pool.park(Duration::from_millis(1)));
+            }
+        }
+    };
+    let fibers: Vec<_> = processes
+        .iter()
+        .map(|p| cluster.sim.spawn("loop".to_string(), Time::us(1), program(p)))
+        .collect();
+    cluster.sim.run_to_end(&fibers).expect("they end");
+    assert_eq!(cluster.failure(), None);
 }
 
 /// Several cores of the memory node serve many clients faster than one core.

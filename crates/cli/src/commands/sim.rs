@@ -36,7 +36,8 @@ Examples:
 #[command(after_help = CHECK_EXAMPLES)]
 pub struct Check {
     /// Case to check: a scheme, "onesidedmw-without-separation", "onesidedmw-without-grouping",
-    /// "rpc-mw-1-guessed" (unsafe by design), or "all": every case that must hold
+    /// "rpc-mw-1-guessed" or "shared-region-abused" (unsafe by design), or "all": every case that
+    /// must hold
     #[arg(long, value_name = "SCHEME", default_value = "all")]
     scheme: String,
 

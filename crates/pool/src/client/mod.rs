@@ -16,10 +16,12 @@ mod connect;
 pub mod control;
 mod detached;
 mod embedded;
+mod event_loop;
 mod inner;
 pub mod lend;
 mod operation;
 mod sealed;
+mod steps;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -36,6 +38,7 @@ pub use chunk_memory::ChunkMemory;
 pub use embedded::EmbeddedNode;
 pub use operation::Operation;
 pub use sealed::{SealedBlock, SealedError, SealedPool};
+pub use steps::Step;
 
 use self::access_qp::{AccessSizes, Group};
 use self::buffer::Bounce;
@@ -43,6 +46,7 @@ use self::connect::Reconnect;
 use self::control::ControlPlane;
 use self::detached::Detached;
 use self::embedded::LocalControl;
+use self::event_loop::sources;
 use self::inner::Inner;
 use self::lend::Lendable;
 use crate::protocol::{NodeHello, Status};
@@ -208,6 +212,7 @@ impl<N: Nic> Pool<N> {
             scheme::Access::OneSided => None,
             scheme::Access::Paged(pages) => Some(pages.page_bytes()),
         };
+        let sources = sources(&groups, lendable.as_deref(), &*scheme);
         let memory = nic.alloc_dma(bulletin::BYTES)?;
         let bulletin = nic.reg_mr(&pd, &memory, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
         let at = bulletin.remote(0);
@@ -227,6 +232,7 @@ impl<N: Nic> Pool<N> {
             pd,
             scheme,
             groups,
+            sources,
             lendable: lendable.map(Lendable::new),
             bulletin,
             seen_empty: AtomicU32::new(0),
@@ -257,6 +263,21 @@ impl<N: Nic> Pool<N> {
     /// Size of a chunk in bytes.
     pub fn chunk_bytes(&self) -> u64 {
         self.inner.terms.chunk_bytes
+    }
+
+    /// Address of the memory node's first chunk. `grant.addr` minus this address is an offset that
+    /// names the same memory for every compute node, for as long as the memory node runs. `None` in
+    /// schemes with access by pages, where a grant does not name a place.
+    pub fn first_chunk(&self) -> Option<u64> {
+        self.inner.terms.first_chunk
+    }
+
+    /// A grant of the whole pool for the QPs of `group`: [`Pool::first_chunk`] is its address. Only
+    /// in scheme `shared-region`, in which every compute node may reach every byte, also of chunks
+    /// that other compute nodes own. The grant cannot be freed.
+    pub fn whole_pool(&self, group: GroupId) -> Option<Grant> {
+        let inner = &self.inner;
+        inner.scheme.whole_pool(group).map(|grant| grant.with_connection(inner.connection))
     }
 
     /// Number of QP groups of this compute node.

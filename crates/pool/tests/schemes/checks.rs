@@ -6,7 +6,7 @@ use std::task::Poll;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pool::{Error, Grant, GroupId, Lane, Pool, Transfer};
+use pool::{Error, Grant, GroupId, Lane, Pool, Step, Transfer};
 use scheme::index::EntryId;
 use verbs::executor::block_on;
 use verbs::{Key, Status};
@@ -92,6 +92,55 @@ pub fn chunk_is_zero_and_keeps_written_data(setup: &Setup) {
     node.check_whole(8);
 }
 
+/// An offset from the first chunk names the same memory for every compute node.
+pub fn chunks_are_named_by_their_offset(setup: &Setup) {
+    let node = setup.node(8);
+    let pools = [node.connect(), node.connect()];
+    let first = pools[0].first_chunk().unwrap();
+    assert_eq!(pools[1].first_chunk(), Some(first));
+    let grants: Vec<_> = (0..8).map(|i| pools[i % 2].allocate_blocking().unwrap()).collect();
+    let mut offsets: Vec<_> = grants.iter().map(|grant| grant.addr - first).collect();
+    offsets.sort_unstable();
+    assert_eq!(offsets, Vec::from_iter((0..8).map(|i| i * CHUNK)));
+}
+
+/// In `shared-region` a compute node reaches every byte by its offset, with and without the chunk,
+/// and nothing beyond the pool. Other schemes have no such grant.
+pub fn only_a_shared_region_is_one_grant(setup: &Setup) {
+    let node = setup.node(4);
+    let (a, b) = (node.connect(), node.connect());
+    let (one, two) = (a.whole_pool(GroupId(0)), b.whole_pool(GroupId(1)));
+    if setup.keys_are_for_one_grant() {
+        assert_eq!((one, two), (None, None));
+        return;
+    }
+    let (one, two) = (one.unwrap(), two.unwrap());
+    assert_eq!((one.keys(), one.addr, one.len), (two.keys(), a.first_chunk().unwrap(), 4 * CHUNK));
+    let chunk = a.allocate_blocking().unwrap();
+    assert_eq!(chunk.keys(), one.keys(), "one key for all");
+    let offset = chunk.addr - one.addr;
+    b.write_blocking(&two, offset, b"from b").unwrap();
+    assert_eq!(read(&a, &chunk, 0, 6), b"from b");
+    for lane in [Lane(0), Lane(1)] {
+        let (mut old, mut back) = (0, [0; 8]);
+        let last = 4 * CHUNK - 8;
+        let mut steps = [
+            Step::FetchAndAdd { grant: &two, offset: last, add: 1, old: &mut old },
+            Step::Read { grant: &two, offset: last, into: &mut back },
+        ];
+        b.run_blocking(lane, &mut steps).unwrap();
+        assert_eq!((old, back), (lane.0.into(), (u64::from(lane.0) + 1).to_be_bytes()));
+    }
+    a.write_blocking(&one, 4 * CHUNK - 8, &[0; 8]).unwrap();
+    let beyond = Grant::new(one.addr, one.len + CHUNK, one.entry, GroupId(0), one.keys());
+    assert!(is_refused(a.read_blocking(&beyond, 4 * CHUNK, &mut [0; 8])));
+    assert!(matches!(a.free_blocking(one), Err(Error::NotYours { .. })));
+    a.free_blocking(chunk).unwrap();
+    assert_eq!(read(&b, &two, offset, 6), [0; 6], "a free clears");
+    drop((a, b));
+    node.check_whole(4);
+}
+
 pub fn the_next_owner_reads_zeros(setup: &Setup) {
     let node = setup.node(1);
     let (a, b) = (node.connect(), node.connect());
@@ -153,6 +202,9 @@ pub fn accesses_beyond_the_grant_are_refused(setup: &Setup) {
     assert!(matches!(result, Err(Error::Setting { .. })), "{result:?}");
     pool.read_blocking(&grant, CHUNK, &mut []).unwrap();
 
+    if !setup.keys_are_for_one_grant() {
+        return;
+    }
     // The NIC stops a forged larger grant, at both ends and for each operation.
     let forged = |addr: u64, len: u64| {
         let forged = Grant::new(addr, len, grant.entry, grant.group, grant.keys());

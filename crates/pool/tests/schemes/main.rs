@@ -5,9 +5,11 @@ mod batches;
 mod checks;
 #[path = "../common/mod.rs"]
 mod common;
+mod event_loop;
 mod gone;
 mod pages;
 mod place;
+mod steps;
 
 use place::{How, Place};
 use pool::schemes;
@@ -44,12 +46,19 @@ macro_rules! scheme {
                 fn operations_end_when_the_node_dies() {
                     crate::gone::operations_end_when_the_node_dies($how);
                 }
+
+                #[test]
+                fn tasks_end_when_the_node_dies() {
+                    crate::event_loop::tasks_end_when_the_node_dies($how);
+                }
             }
         }
     };
     (@all $how:expr, $place:expr) => {
         run!($how, $place, [
             chunk_is_zero_and_keeps_written_data,
+            chunks_are_named_by_their_offset,
+            only_a_shared_region_is_one_grant,
             the_next_owner_reads_zeros,
             keys_are_dead_after_free,
             accesses_beyond_the_grant_are_refused,
@@ -68,6 +77,17 @@ macro_rules! scheme {
             departure_returns_all_chunks,
             counters_match_the_operations,
         ]);
+        run!(steps, $how, $place, [
+            lists_are_executed_in_order,
+            failed_list_says_how_far_it_came,
+            refused_list_has_no_effect,
+            lists_survive_bad_accesses_of_other_threads,
+            abandoned_lists_keep_their_memory,
+        ]);
+        run!(event_loop, $how, $place, [
+            tasks_allocate_use_and_free,
+            loops_of_two_threads_share_a_group,
+        ]);
     };
 }
 
@@ -85,10 +105,16 @@ impl Setup {
     }
 
     /// True if a key is valid for one compute node only; false for unguarded type-1 windows
-    /// (OneSidedMW §2.3).
+    /// (OneSidedMW §2.3), and for one key to all memory.
     fn keys_are_for_one_client(&self) -> bool {
         let isolation = self.how.scheme.isolation;
-        !isolation.has_type1_windows() || isolation == Isolation::GuardedWindows
+        let guarded = !isolation.has_type1_windows() || isolation == Isolation::GuardedWindows;
+        guarded && self.keys_are_for_one_grant()
+    }
+
+    /// True if a key opens the chunk of its grant only; false for one key to all memory.
+    fn keys_are_for_one_grant(&self) -> bool {
+        self.how.scheme.isolation != Isolation::SharedRegion
     }
 
     /// True if a chunk is cleared before it is reallocated.
@@ -127,6 +153,7 @@ scheme!(
 scheme!(premmap_onesided, crate::How::by(pool::schemes::PREMMAP_ONESIDED));
 scheme!(premmap_rpc, crate::How::by(pool::schemes::PREMMAP_RPC));
 scheme!(ondemand_rpc, crate::How::by(pool::schemes::ONDEMAND_RPC));
+scheme!(shared_region, crate::How::by(pool::schemes::SHARED_REGION));
 
 /// Access by pages: the checks of [`checks`] for keys, ranges and parts of a chunk do not apply;
 /// the others have a version with pages.
@@ -203,6 +230,7 @@ mod several_cores {
     cores!(static_mr, pool::schemes::STATIC_MR);
     cores!(premmap_rpc, pool::schemes::PREMMAP_RPC);
     cores!(ondemand_rpc, pool::schemes::ONDEMAND_RPC);
+    cores!(shared_region, pool::schemes::SHARED_REGION);
 }
 
 /// The CPU polls for RPCs instead of sleeping.

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pool::{Error, Grant, GroupId, Lane, Pool, Transfer};
+use pool::{Error, Grant, GroupId, Lane, Pool, Step, Transfer};
 use verbs::executor::block_on;
 
 use crate::Setup;
@@ -228,6 +228,7 @@ pub fn departure_returns_all_chunks(setup: &Setup) {
 pub fn access_that_is_not_a_whole_page_is_refused(setup: &Setup) {
     let node = start(setup, 4);
     let pool = node.connect();
+    assert_eq!(pool.first_chunk(), None, "a page has no place of its own");
     let grant = pool.allocate_blocking().unwrap();
     pool.write_blocking(&grant, 0, &[3; PAGE]).unwrap();
     let buffer = pool.buffer(PAGE).unwrap();
@@ -239,6 +240,11 @@ pub fn access_that_is_not_a_whole_page_is_refused(setup: &Setup) {
         pool.fetch_and_add_blocking(&grant, 0, 1).map(drop),
         pool.read_into(&whole, &buffer, Lane(0)).map(drop),
         pool.write_batch_blocking(&[whole], &buffer, Lane(0)),
+        pool.run_blocking(Lane(0), &mut [Step::WriteFrom(whole, &buffer)]),
+        pool.run_blocking(
+            Lane(0),
+            &mut [Step::Read { grant: &grant, offset: 0, into: &mut [0; PAGE] }],
+        ),
     ] {
         assert!(matches!(result, Err(Error::Setting { .. })), "{result:?}");
     }

@@ -1,14 +1,17 @@
 //! The compute node's side of the schemes by RPC. A request is a SEND, and its answer is a SEND
 //! from the memory node's CPU.
 
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use scheme::index::EntryId;
+use scheme::options::parse_terms;
 use scheme::request_queue::{ManagementQp, RequestQueue, RequestQueueAttr};
-use scheme::{Answer, ClientScheme, Error, Grant, GroupId, Offer, too_large};
-use verbs::{Access, MemoryRegion, Nic};
+use scheme::{Answer, ClientScheme, ConnectReply, Error, Grant, GroupId, Offer, too_large};
+use verbs::{Access, Key, MemoryRegion, Nic};
 
 use super::blocks::Blocks;
-use super::{Ask, Outcome, REPLY_BYTES, Reply, Request};
+use super::{Ask, Outcome, REPLY_BYTES, Region, Reply, Request};
 use crate::blocks::CHUNK_ORDER;
 
 /// The client of the schemes by RPC on a NIC of type `N`.
@@ -18,6 +21,8 @@ pub struct Client<N: Nic> {
     number: AtomicU64,
     blocks: Blocks,
     lanes: usize,
+    /// The grant of all chunks, in a scheme with one region.
+    whole: OnceLock<Grant>,
 }
 
 impl<N: Nic> Client<N> {
@@ -38,6 +43,7 @@ impl<N: Nic> Client<N> {
                 super::find(&offer.scheme)?.has_sizes(),
             ),
             lanes: offer.group_size as usize - 1,
+            whole: OnceLock::new(),
         })
     }
 
@@ -103,6 +109,24 @@ impl<N: Nic> ClientScheme for Client<N> {
         Box::pin(async move {
             self.ask("freeing a chunk", Ask::Free { entry: grant.entry }, 0).await.map(drop)
         })
+    }
+
+    fn accept(&self, terms: &ConnectReply) -> Result<(), Error> {
+        let Region { key } = parse_terms(&terms.terms)?;
+        if let (Some(key), Some(first)) = (key, terms.first_chunk) {
+            let len = u64::from(self.blocks.chunks()) * terms.chunk_bytes;
+            let keys = vec![Key(key); self.lanes];
+            // No chunk has this number, so that the grant cannot be freed.
+            let entry = EntryId::new(u32::MAX);
+            let _ = self.whole.set(Grant::new(first, len, entry, GroupId(0), &keys));
+        }
+        Ok(())
+    }
+
+    fn whole_pool(&self, group: GroupId) -> Option<Grant> {
+        let mut grant = *self.whole.get()?;
+        grant.group = group;
+        Some(grant)
     }
 
     /// Re-establishes the QP only after a request has failed, also a request that was flushed.

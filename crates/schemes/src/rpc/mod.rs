@@ -13,6 +13,7 @@
 //! | `static-mr` | an MR that was registered in advance | a PD per compute node | OneSidedMW §2.2.1 |
 //! | `ondemand-rpc` | as `fine-mr`, with several sizes | a PD per compute node | FineMem §6.1 |
 //! | `premmap-rpc` | a type-1 window that was bound in advance; a free rebinds it | **trust**: 8 bits of tag | FineMem §6.1 |
+//! | `shared-region` | none: one MR over all chunks | **none**: one key for all compute nodes | RACE, FUSEE, Patronus (unprotected) |
 //!
 //! The CPU identifies the sender of a request by its QP. Therefore a free needs no guard window as
 //! proof of ownership, as the chains of OneSidedMW do, and a group has one window less.
@@ -42,6 +43,11 @@
 //! a block. The published form ("memory is premapped") has one region and one key, which stays
 //! valid for ever. Here a free rebinds the block's window before it is answered: the old key is
 //! dead, and the next key is valid.
+//!
+//! **`shared-region`** has one MR over all chunks. Every compute node learns its key when it is
+//! admitted, and reaches every byte of the pool, allocated or not. An allocation only selects a
+//! chunk, and a free only clears it. Data structures that several compute nodes change with CAS
+//! (RACE, FUSEE) need such a key: the keys of the other schemes are for one compute node.
 //!
 //! The CPU may have several cores ([`Options::cores`]). Each core has a CQ for requests and
 //! serves a part of the compute nodes; all cores share one `table::Table`.
@@ -87,6 +93,7 @@ use scheme::info::{
 };
 use scheme::registry::{self, ClientFamily, ClientParts, NodeFamily};
 use scheme::{CHUNKS_MAX, ClientScheme, Error, MAX_GROUP, NodeScheme, NodeSettings};
+use serde::{Deserialize, Serialize};
 use verbs::{Key, Nic};
 
 use crate::blocks::Order;
@@ -198,8 +205,25 @@ pub const ONDEMAND_RPC: Scheme = &SchemeInfo {
     unsafe_because: None,
 };
 
+/// Scheme `shared-region`: the CPU allocates chunks of one region, whose key every client has.
+pub const SHARED_REGION: Scheme = &SchemeInfo {
+    name: "shared-region",
+    source: "RACE; FUSEE; Patronus, unprotected",
+    allocator: Allocator::NodeCpu,
+    isolation: Isolation::SharedRegion,
+    sizes: Sizes::Chunk,
+    access: AccessKind::OneSided,
+    release: ReleaseTime::Never,
+    needs: &[INLINE],
+    chunk_bytes: None,
+    chunks_max: CHUNKS_MAX,
+    options: &["cores", "control"],
+    unsafe_because: Some("every client has the key to all memory of the pool"),
+};
+
 /// The schemes of this module.
-pub const SCHEMES: &[Scheme] = &[RPC_MW_2, RPC_MW_1, FINE_MR, STATIC_MR, PREMMAP_RPC, ONDEMAND_RPC];
+pub const SCHEMES: &[Scheme] =
+    &[RPC_MW_2, RPC_MW_1, FINE_MR, STATIC_MR, PREMMAP_RPC, ONDEMAND_RPC, SHARED_REGION];
 
 /// Registers the schemes of this module.
 pub struct Family;
@@ -246,6 +270,8 @@ enum Opening {
     Register,
     /// A region that was registered in advance.
     RegisterAhead,
+    /// One region over all chunks, which is always open.
+    Always,
 }
 
 impl Opening {
@@ -256,6 +282,7 @@ impl Opening {
             PREMMAP_RPC => Self::BindAhead,
             FINE_MR | ONDEMAND_RPC => Self::Register,
             STATIC_MR => Self::RegisterAhead,
+            SHARED_REGION => Self::Always,
             other => {
                 return Err(Error::Setting {
                     setting: "scheme",
@@ -271,10 +298,18 @@ impl Opening {
         matches!(self, Self::Rebind | Self::BindAhead)
     }
 
-    /// True if chunks are opened with regions.
+    /// True if chunks are opened with regions of their own.
     fn is_region(self) -> bool {
         matches!(self, Self::Register | Self::RegisterAhead)
     }
+}
+
+/// Terms of an admission to a scheme with one region.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+struct Region {
+    /// Key of the region over all chunks.
+    #[serde(default, rename = "region_key", skip_serializing_if = "Option::is_none")]
+    key: Option<u32>,
 }
 
 /// Operation of a request.

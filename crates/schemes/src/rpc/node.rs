@@ -22,7 +22,7 @@ use super::table::{Protection, Table};
 use super::view::AllocationView;
 use super::windows::{Type1, Type2};
 use super::worker::{BIND_BLOCKS, Core, Handle, Shared, State};
-use super::{ControlMode, Opening, Options, REQUEST_BYTES};
+use super::{ControlMode, Opening, Options, REQUEST_BYTES, Region};
 
 /// Send blocks of a management QP per request in flight: the reply, a bulletin "empty" before it,
 /// and a bulletin "available" after it.
@@ -47,7 +47,11 @@ impl<N: Nic> Node<N> {
         let pd = nic.alloc_pd()?;
         let (bytes, unit) = (settings.chunks * settings.chunk_bytes, settings.chunk_bytes);
         let memory = nic.alloc_thin(bytes as usize, unit as usize, settings.kept_bytes)?;
-        let memory = nic.reg_mr(&pd, &memory, Access::LOCAL_ALL)?;
+        let rights = match opening {
+            Opening::Always => Access::LOCAL_ALL | Access::REMOTE_ALL,
+            _ => Access::LOCAL_ALL,
+        };
+        let memory = nic.reg_mr(&pd, &memory, rights)?;
         let protection = match opening {
             Opening::Bind => Protection::Type2(Type2::new(nic, &pd, &memory, blocks, lanes)?),
             Opening::Rebind | Opening::BindAhead => {
@@ -57,6 +61,7 @@ impl<N: Nic> Node<N> {
             Opening::Register | Opening::RegisterAhead => {
                 Protection::Regions(Regions::new(blocks.count()))
             }
+            Opening::Always => Protection::Open(memory.key()),
         };
         let count = options.cores.min(settings.clients_max);
         let base = memory.memory().addr();
@@ -75,6 +80,14 @@ impl<N: Nic> Node<N> {
     /// A view of the allocations.
     pub fn allocation_view(&self) -> AllocationView<N> {
         AllocationView(self.shared.clone())
+    }
+
+    /// Key of the region over all chunks, in a scheme in which all compute nodes have it.
+    fn region_key(&self) -> Option<u32> {
+        match self.shared.table.lock().protection {
+            Protection::Open(key) => Some(key.0),
+            _ => None,
+        }
     }
 
     fn core_of(&self, client: ClientId) -> usize {
@@ -167,7 +180,9 @@ impl<N: Nic> NodeScheme for Node<N> {
         state.peers.check(client, request, &expected)?;
         let peer = self.make_peer(&state, request)?;
         let management = vec![peer.management.qp.qpn().raw()];
-        let admitted = ConnectReply::of(settings, client, management, &peer.access);
+        let region = Region { key: self.region_key() };
+        let reply = ConnectReply::of(settings, client, management, &peer.access);
+        let admitted = ConnectReply { terms: options::terms(&region), ..reply };
         state.by_management.insert(peer.management.qp.qpn(), client);
         state.peers.insert(client, peer);
         state.add_client(client);
@@ -247,6 +262,10 @@ impl<N: Nic> NodeScheme for Node<N> {
             workers: (0..count).filter(|_| count > 1).map(worker).collect(),
             polls: self.options.control == ControlMode::Polling,
         }
+    }
+
+    fn first_chunk(&self) -> Option<u64> {
+        Some(self.shared.memory.memory().addr())
     }
 
     fn terms(&self) -> options::Terms {

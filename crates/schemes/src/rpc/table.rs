@@ -72,6 +72,8 @@ pub enum Protection<N: Nic> {
     Type1(Type1<N>),
     /// A memory region.
     Regions(Regions<N>),
+    /// The region over all chunks, which has this key.
+    Open(Key),
 }
 
 /// The allocation table.
@@ -232,6 +234,7 @@ impl<N: Nic> Table<N> {
             // All lanes use the same key.
             Protection::Type1(windows) => keys[..self.lanes].fill(windows.key(entry)),
             Protection::Regions(regions) => keys[..self.lanes].fill(regions.key(entry)),
+            Protection::Open(key) => keys[..self.lanes].fill(*key),
         }
         let (offset, len) = self.blocks.range(entry);
         Reply {

@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use pool::{Scheme, Settings, schemes};
-use scheme::info::{AccessKind, Isolation};
+use scheme::info::{AccessKind, Isolation, ReleaseTime};
 use schemes::tdmem::TierSizes;
 
 /// A scheme and the settings that the seed does not determine.
@@ -67,6 +67,7 @@ impl Case {
         Self::of(schemes::PREMMAP_ONESIDED),
         Self::of(schemes::PREMMAP_RPC),
         Self::of(schemes::ONDEMAND_RPC),
+        Self::of(schemes::SHARED_REGION),
         Case { name: "finemem-over-functions", functions: 3, ..Self::of(schemes::FINEMEM) },
         Case {
             name: "finemem-paper-over-functions",
@@ -91,13 +92,21 @@ impl Case {
         ..Self::of(schemes::FINEMEM_PAPER)
     };
 
+    /// `shared-region` with hostile clients: the one key opens all memory.
+    pub const ONE_KEY: Case = Case {
+        name: "shared-region-abused",
+        unsafe_by_design: Some("every client has the key to all memory"),
+        ..Self::of(schemes::SHARED_REGION)
+    };
+
     /// `finemem` with blocks of one chunk up to several sections. A world takes a hundred times as
     /// long as usual.
     pub const SIZES: Case =
         Case { name: "finemem-sizes", sizes: true, ..Self::of(schemes::FINEMEM) };
 
     fn every() -> impl Iterator<Item = &'static Case> {
-        Self::ALL.iter().chain([&Self::GUESSED, &Self::LATE_KEYS, &Self::SIZES])
+        let others = [&Self::GUESSED, &Self::LATE_KEYS, &Self::ONE_KEY, &Self::SIZES];
+        Self::ALL.iter().chain(others)
     }
 
     /// Returns the names of all cases, including the unsafe ones.
@@ -107,7 +116,8 @@ impl Case {
 
     /// Returns whether clients may be hostile, which needs a scheme with protection against them.
     pub(super) fn may_be_hostile(&self) -> bool {
-        self.scheme.clears() || self.unsafe_by_design.is_some()
+        let is_protected = self.scheme.clears() && self.scheme.isolation != Isolation::SharedRegion;
+        is_protected || self.unsafe_by_design.is_some()
     }
 
     /// Applies the case to `settings`.
@@ -143,11 +153,18 @@ impl Case {
         self.scheme.is_by_cas()
     }
 
-    /// Returns whether windows are bound before their chunk is granted and open to any holder of
-    /// the key. The oracle then judges accesses instead of keys.
+    /// Returns whether keys are valid before their chunk is granted and open to any holder of the
+    /// key. The oracle then judges accesses instead of keys.
     pub(super) fn is_bound_ahead(&self) -> bool {
-        let ahead = self.is_trusting() || self.scheme.isolation == Isolation::SharedWindowsAhead;
+        let isolation = self.scheme.isolation;
+        let is_open = matches!(isolation, Isolation::SharedWindowsAhead | Isolation::SharedRegion);
+        let ahead = self.is_trusting() || is_open;
         ahead && self.scheme.isolation != Isolation::GuardedWindows
+    }
+
+    /// Returns whether each grant has keys of its own.
+    pub(super) fn has_fresh_keys(&self) -> bool {
+        self.scheme.release != ReleaseTime::Never
     }
 
     /// Returns whether compute nodes allocate on a tree. The memory node's CPU then has background

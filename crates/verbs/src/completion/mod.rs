@@ -35,8 +35,28 @@ use sleep::Sleepers;
 use crate::backoff::Backoff;
 use crate::{Completion, CompletionQueue, Error};
 
+/// Maximum length of a list whose requests carry their positions ([`id_at`]).
+pub const LIST_MAX: usize = slab::POSITIONS as usize;
+
+/// Returns the id, of an operation with `id`, for the request at `position` of its list.
+///
+/// `id` is that of [`Completer::submit`], and `position` is below [`LIST_MAX`].
+#[inline]
+pub fn id_at(id: u64, position: usize) -> u64 {
+    SlotId(id).at(position as u32).0
+}
+
+/// Returns the position, in its list, of the request that ended the operation.
+#[inline]
+pub fn position(completion: &Completion) -> usize {
+    SlotId(completion.id).position() as usize
+}
+
 /// Maximum number of completions taken by one poll.
 const BATCH: usize = 16;
+
+/// See [`Completer::IDLE`].
+pub(crate) const IDLE: Duration = sleep::SLEEP_MAX;
 
 /// A CQ whose completions are handed to the waiters of their operations.
 pub struct Completer<C: CompletionQueue>(Arc<Inner<C>>);
@@ -97,8 +117,8 @@ impl<C: CompletionQueue> Completer<C> {
     /// Posts an operation with `post`.
     ///
     /// `post` posts one or several work requests that complete to this CQ. All carry the given id,
-    /// and the last one is signaled. The operation ends with its first completion: the last
-    /// request's, or that of the first request that failed.
+    /// or [`id_at`] their position in the list, and the last one is signaled. The operation ends
+    /// with its first completion: the last request's, or that of the first request that failed.
     #[inline]
     pub fn submit(&self, post: impl FnOnce(u64) -> Result<(), Error>) -> Result<Pending<C>, Error> {
         self.0.check_gone()?;
@@ -178,12 +198,37 @@ impl<C: CompletionQueue> Completer<C> {
     }
 
     /// Time without a completion before the callback of [`Completer::when_idle`] runs.
-    pub const IDLE: Duration = sleep::SLEEP_MAX;
+    pub const IDLE: Duration = IDLE;
 
     /// Polls once on behalf of all waiters and returns the number of completions.
     #[inline]
     pub fn poll(&self) -> usize {
         self.0.poll()
+    }
+
+    /// Returns the completer without the type of its NIC.
+    pub fn source(&self) -> Source {
+        Source(self.0.clone())
+    }
+}
+
+/// A [`Completer`] of any NIC: a source of completions for an event loop.
+#[derive(Clone)]
+pub struct Source(Arc<dyn Reactor>);
+
+impl Source {
+    /// Polls once on behalf of all waiters and returns the number of completions.
+    #[inline]
+    pub fn poll(&self) -> usize {
+        self.0.poll()
+    }
+
+    /// Sleeps on the CQ until a completion can be polled or `timeout` has passed. May return early.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] if the NIC is gone. The waiters have been woken.
+    pub fn wait(&self, timeout: Duration) -> Result<(), Error> {
+        self.0.wait(timeout, &|| false)
     }
 }
 
@@ -245,8 +290,8 @@ impl<C: CompletionQueue> Reactor for Inner<C> {
         self.cq.offer_cpu()
     }
 
-    fn is_watched(&self) -> bool {
-        self.watched.load(Ordering::SeqCst) > 0
+    fn watchers(&self) -> usize {
+        self.watched.load(Ordering::SeqCst)
     }
 
     fn wait(&self, timeout: Duration, done: &dyn Fn() -> bool) -> Result<(), Error> {
@@ -266,6 +311,15 @@ impl<C: CompletionQueue> Reactor for Inner<C> {
     fn sleep_until(self: Arc<Self>, done: &dyn Fn() -> bool) -> Result<(), Error> {
         let reactor: Arc<dyn Reactor> = self.clone();
         self.sleepers.sleep_until(&reactor, done)
+    }
+
+    fn sleep_once(
+        self: Arc<Self>,
+        timeout: Duration,
+        done: &dyn Fn() -> bool,
+    ) -> Result<usize, Error> {
+        let reactor: Arc<dyn Reactor> = self.clone();
+        self.sleepers.sleep_once(&reactor, timeout, done)
     }
 
     fn ensure_driver(self: Arc<Self>) {

@@ -3,12 +3,12 @@
 //! Both sides use this module: `completion` implements reactors, and
 //! [`executor`](crate::executor) polls them.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Wake;
 use std::thread::Thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -20,8 +20,8 @@ pub(crate) trait Reactor: Send + Sync {
     fn poll(&self) -> usize;
     /// Yields this thread's CPU to the NIC if the NIC needs it to run.
     fn offer_cpu(&self) -> bool;
-    /// Returns whether a future waits.
-    fn is_watched(&self) -> bool;
+    /// Returns the number of waiting futures and threads.
+    fn watchers(&self) -> usize;
     /// Sleeps on the CQ.
     fn wait(&self, timeout: Duration, done: &dyn Fn() -> bool) -> Result<(), Error>;
     /// Runs the idle callback after a time without completions.
@@ -30,6 +30,13 @@ pub(crate) trait Reactor: Send + Sync {
     fn wake_leader(&self);
     /// Polls until `done` returns true, and sleeps while there is nothing to poll.
     fn sleep_until(self: Arc<Self>, done: &dyn Fn() -> bool) -> Result<(), Error>;
+    /// Sleeps once, for at most `timeout`, unless `done` returns true. Returns the number of
+    /// completions polled then.
+    fn sleep_once(
+        self: Arc<Self>,
+        timeout: Duration,
+        done: &dyn Fn() -> bool,
+    ) -> Result<usize, Error>;
     /// Ensures that a driver thread polls while futures wait.
     fn ensure_driver(self: Arc<Self>);
 }
@@ -38,6 +45,12 @@ thread_local! {
     /// The reactors that this thread's future waits for; `None` outside of
     /// [`block_on`](crate::executor::block_on).
     static DRIVEN: RefCell<Option<Vec<Arc<dyn Reactor>>>> = const { RefCell::new(None) };
+    /// Number of rounds of [`Tasks`](crate::executor::Tasks) that poll on this thread.
+    static ROUNDS: Cell<u32> = const { Cell::new(0) };
+    /// The reactors that this thread's tasks wait for.
+    static LOOP: RefCell<Vec<Arc<dyn Reactor>>> = const { RefCell::new(Vec::new()) };
+    /// Time at which the idle callbacks of [`LOOP`] ran last.
+    static IDLE_AT: Cell<Option<Instant>> = const { Cell::new(None) };
     /// The waker of this thread.
     static ME: Arc<ThreadWaker> = Arc::new(ThreadWaker {
         thread: std::thread::current(),
@@ -49,25 +62,44 @@ thread_local! {
 /// Ensures that `reactor` is polled for a future that has just registered its waker.
 pub(crate) fn drive<R: Reactor + 'static>(reactor: Arc<R>) {
     let reactor: Arc<dyn Reactor> = reactor;
-    let here = DRIVEN.with_borrow_mut(|driven| match driven {
-        None => false,
-        Some(list) => {
-            if !list.iter().any(|r| Arc::ptr_eq(r, &reactor)) {
-                list.push(reactor.clone());
-            }
-            true
+    let add = |list: &mut Vec<Arc<dyn Reactor>>| {
+        if !list.iter().any(|r| Arc::ptr_eq(r, &reactor)) {
+            list.push(reactor.clone());
         }
-    });
-    if !here {
-        reactor.ensure_driver();
+    };
+    if DRIVEN.with_borrow_mut(|driven| driven.as_mut().map(add)).is_some() {
+        return;
+    }
+    match ROUNDS.get() {
+        0 => reactor.ensure_driver(),
+        _ => LOOP.with_borrow_mut(add),
     }
 }
 
 /// Takes the reactors that futures of this thread wait for.
 pub(crate) fn take_reactors() -> Vec<Arc<dyn Reactor>> {
     let mut list = DRIVEN.replace(Some(Vec::new())).expect("within block_on");
-    list.retain(|r| r.is_watched());
+    list.retain(|r| r.watchers() > 0);
     list
+}
+
+/// Returns the reactors that tasks of this thread wait for.
+pub(crate) fn reactors_of_loop() -> Vec<Arc<dyn Reactor>> {
+    LOOP.with_borrow_mut(|list| {
+        list.retain(|r| r.watchers() > 0);
+        list.clone()
+    })
+}
+
+/// Returns true, about once in `period`, if this thread's tasks wait for completions.
+pub(crate) fn idle_for(period: Duration) -> bool {
+    let now = Instant::now();
+    let before = IDLE_AT.get();
+    let is_over = before.is_some_and(|before| now.duration_since(before) >= period);
+    if is_over || before.is_none() {
+        IDLE_AT.set(Some(now));
+    }
+    is_over
 }
 
 /// Returns the reactors that [`take_reactors`] took.
@@ -80,12 +112,13 @@ pub(crate) fn put_back(mut list: Vec<Arc<dyn Reactor>>) {
     });
 }
 
-/// Marks this thread as running a future.
+/// Marks this thread as running a future in `block_on`.
 pub(crate) struct Entered;
 
 impl Entered {
     /// Starts to run a future. Panics if the thread already runs one.
     pub fn enter() -> Self {
+        assert_eq!(ROUNDS.get(), 0, "block_on within a task");
         DRIVEN.with_borrow_mut(|driven| {
             assert!(driven.is_none(), "block_on within block_on");
             *driven = Some(Vec::new());
@@ -97,6 +130,28 @@ impl Entered {
 impl Drop for Entered {
     fn drop(&mut self) {
         DRIVEN.set(None);
+    }
+}
+
+/// Marks this thread as polling its tasks.
+///
+/// Under virtual time several programs share a thread, and one may be suspended in a poll while
+/// another one begins a round. Therefore the rounds are counted.
+pub(crate) struct Round;
+
+impl Round {
+    /// Starts a round of tasks. Panics if the thread runs a future in `block_on`.
+    pub fn enter() -> Self {
+        assert!(DRIVEN.with_borrow(|driven| driven.is_none()), "tasks within block_on");
+        LOOP.with_borrow_mut(|list| list.retain(|r| r.watchers() > 0));
+        ROUNDS.set(ROUNDS.get() + 1);
+        Round
+    }
+}
+
+impl Drop for Round {
+    fn drop(&mut self) {
+        ROUNDS.set(ROUNDS.get() - 1);
     }
 }
 

@@ -20,13 +20,14 @@ mod reconnect;
 const CREDITS: u32 = 4;
 
 /// The schemes by RPC.
-const SCHEMES: [Scheme; 6] = [
+const SCHEMES: [Scheme; 7] = [
     crate::RPC_MW_2,
     crate::RPC_MW_1,
     crate::FINE_MR,
     crate::STATIC_MR,
     crate::PREMMAP_RPC,
     crate::ONDEMAND_RPC,
+    crate::SHARED_REGION,
 ];
 
 fn settings(scheme: Scheme, chunks: u64) -> NodeSettings {
@@ -334,8 +335,8 @@ fn broken_access_qp_does_not_block_allocate_and_free() {
         hand.access.connect(Qpn::new(peer)).unwrap();
         hand.completions();
         assert_eq!(hand.read(&second), Status::Success);
-        // A type-1 window stays bound until the next allocation.
-        let dead = scheme != crate::RPC_MW_1;
+        // A type-1 window stays bound until the next allocation, the shared region for ever.
+        let dead = !scheme.releases_late();
         assert_eq!(hand.read(&granted) == Status::RemoteAccess, dead);
         assert!(node.reset_access(hand.id, GroupId(0), Lane(2)).is_err());
         assert!(node.reset_access(hand.id, GroupId(1), Lane(0)).is_err());

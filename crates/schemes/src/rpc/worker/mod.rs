@@ -39,7 +39,7 @@ pub(super) struct Shared<N: Nic> {
     pub nic: N,
     pub settings: NodeSettings,
     pub opening: Opening,
-    /// PD of the windows and of the QPs that use them.
+    /// PD of the windows, or of the region over all chunks, and of the QPs that use them.
     pub pd: N::Pd,
     /// The donated memory, registered in [`Shared::pd`].
     pub memory: N::Mr,
@@ -152,7 +152,7 @@ impl<N: Nic> Shared<N> {
         match &mut self.table.lock().protection {
             Protection::Type2(windows) => windows.replace(&self.nic, &self.pd, entry),
             Protection::Type1(windows) => windows.replace(&self.nic, &self.pd, entry),
-            Protection::Regions(_) => Ok(()),
+            Protection::Regions(_) | Protection::Open(_) => Ok(()),
         }
     }
 }
@@ -392,6 +392,7 @@ impl<N: Nic> State<N> {
                 regions.open(entry, region);
                 true
             }
+            Protection::Open(_) => true,
         }
     }
 
@@ -423,6 +424,7 @@ impl<N: Nic> State<N> {
                 drop(table);
                 drop(region);
             }
+            Protection::Open(_) => {}
         }
     }
 
