@@ -14,16 +14,26 @@ const PREFIX_BITS: u32 = 48;
 /// The hash of one key.
 ///
 /// The upper half is, from the top: 24 bits of directory prefix, 8 bits of fingerprint, and 16 bits
-/// for each of the two main buckets. The lower half is the tag, by which a mirror knows the key.
+/// for each of the two main buckets. The tag is the directory prefix and the lower 40 bits of the
+/// hash: a mirror knows a key by tag, fingerprint and bucket, and a split needs the prefix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct KeyHash {
     /// The half that names buckets and fingerprint. Each block has a copy.
     pub upper: u64,
-    /// The half that a mirror compares.
+    /// What a mirror compares: 24 bits of directory prefix, and 40 more bits.
     pub tag: u64,
 }
 
+/// Bits of a tag that are no directory prefix.
+const TAG_BITS: u32 = 64 - DEPTH_MAX;
+
 impl KeyHash {
+    /// The hash with these halves.
+    pub const fn of(upper: u64, lower: u64) -> Self {
+        let prefix = upper >> TAG_BITS << TAG_BITS;
+        Self { upper, tag: prefix | lower & ((1 << TAG_BITS) - 1) }
+    }
+
     /// Index of the key's word in a directory of `depth`.
     pub const fn index(self, depth: u32) -> usize {
         index(self.upper, depth)
@@ -86,7 +96,7 @@ impl Hasher {
     pub fn hash(&self, key: &[u8]) -> KeyHash {
         // The length of the secret is the only error, and 192 bytes are more than the 136 needed.
         let hash = XxHash3_128::oneshot_with_secret(&*self.secret, key).unwrap_or_default();
-        KeyHash { upper: (hash >> 64) as u64, tag: hash as u64 }
+        KeyHash::of((hash >> 64) as u64, hash as u64)
     }
 }
 

@@ -1,6 +1,17 @@
 //! A key-value index in disaggregated memory.
+pub mod blocks;
 pub mod environment;
+mod error;
+mod gate;
 pub mod hash;
 pub mod layout;
+pub mod memory;
 pub mod place;
 pub mod reach;
+mod search;
+mod store;
+mod table;
+mod ticket;
+
+pub use error::Error;
+pub use store::*;

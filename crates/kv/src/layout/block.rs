@@ -84,7 +84,11 @@ pub fn expiry_word(expiry: u64) -> u64 {
 /// The expiry in `word`.
 pub fn parse_expiry(word: u64) -> Result<u64, Malformed> {
     let expiry = word & EXPIRY_MAX;
-    if expiry_word(expiry) == word { Ok(expiry) } else { Err(Malformed("an expiry's checksum differs")) }
+    if expiry_word(expiry) == word {
+        Ok(expiry)
+    } else {
+        Err(Malformed("an expiry's checksum differs"))
+    }
 }
 
 /// CRC-16 (polynomial 0x1021) of the lower 48 bits of `word`.

@@ -28,9 +28,7 @@ pub struct Entry {
 impl Entry {
     /// The word in remote memory.
     pub const fn word(self) -> u64 {
-        (self.depth as u64) << DEPTH_SHIFT
-            | (self.locked as u64) << STATE_SHIFT
-            | self.table.bits()
+        (self.depth as u64) << DEPTH_SHIFT | (self.locked as u64) << STATE_SHIFT | self.table.bits()
     }
 
     /// Parses a word of remote memory.

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! header   +0 magic "GSUB" u32, groups u16, database u8, 0    +8 bucket word of the whole subtable
+//!          +16 number of the split or merge that made the subtable
 //!          +64 places of the pieces, one word each, only if the groups are in pieces
 //! group i  | main 2i (64 B) | overflow i (64 B) | main 2i+1 (64 B) |
 //! bucket   | bucket word | slot 0 | ... | slot 6 |
@@ -30,6 +31,7 @@ pub const COMBINED_BYTES: usize = 2 * BUCKET_BYTES;
 /// Offset of the header's bucket word.
 pub const HEADER_WORD: u64 = 8;
 
+const SEQUENCE: usize = 16;
 const MAGIC: u32 = u32::from_be_bytes(*b"GSUB");
 /// Slabs from this size on hold a subtable in one block.
 const WHOLE_FROM: u32 = 4096;
@@ -128,11 +130,13 @@ impl Spot {
     /// Address of bucket `bucket`, which is less than the shape's number of buckets.
     pub fn bucket(&self, bucket: u32) -> Address {
         let group = bucket / 3;
-        let (place, start, first) = match self.pieces.get((group / self.shape.groups_of_piece) as usize)
-        {
-            Some(piece) => (*piece, 0, group / self.shape.groups_of_piece * self.shape.groups_of_piece),
-            None => (self.header, HEADER_BYTES, 0),
-        };
+        let (place, start, first) =
+            match self.pieces.get((group / self.shape.groups_of_piece) as usize) {
+                Some(piece) => {
+                    (*piece, 0, group / self.shape.groups_of_piece * self.shape.groups_of_piece)
+                }
+                None => (self.header, HEADER_BYTES, 0),
+            };
         let group_at = u64::from(start) + u64::from((group - first) * GROUP_BYTES);
         place.at(group_at + u64::from(bucket % 3) * BUCKET_BYTES as u64)
     }
@@ -237,13 +241,25 @@ impl Slot {
     }
 }
 
+/// What a header says besides the places of the pieces.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Header {
+    /// The database at creation.
+    pub db: u8,
+    /// Depth and prefix of the subtable.
+    pub whole: BucketWord,
+    /// Number of the split or merge that made the subtable. Recovery believes the greater number.
+    pub sequence: u64,
+}
+
 /// Writes the first 64 bytes of a header, and the list of pieces behind them.
-pub fn encode_header(spot: &Spot, db: u8, whole: BucketWord, bytes: &mut [u8]) {
+pub fn encode_header(spot: &Spot, header: Header, bytes: &mut [u8]) {
     bytes[..HEADER_BYTES as usize].fill(0);
     bytes[..4].copy_from_slice(&MAGIC.to_be_bytes());
     bytes[4..6].copy_from_slice(&(spot.shape.groups as u16).to_be_bytes());
-    bytes[6] = db;
-    put(bytes, HEADER_WORD as usize, whole.word());
+    bytes[6] = header.db;
+    put(bytes, HEADER_WORD as usize, header.whole.word());
+    put(bytes, SEQUENCE, header.sequence);
     for (i, piece) in spot.pieces.iter().enumerate() {
         put(bytes, HEADER_BYTES as usize + 8 * i, piece.bits());
     }
@@ -254,7 +270,7 @@ pub fn parse_header(
     header: Place,
     bytes: &[u8],
     shape: Shape,
-) -> Result<(Spot, BucketWord), Malformed> {
+) -> Result<(Spot, Header), Malformed> {
     let needed = HEADER_BYTES as usize + 8 * shape.pieces as usize;
     if bytes.len() < needed || half(bytes, 0) != MAGIC {
         return Err(Malformed("no subtable lies where a directory names one"));
@@ -268,7 +284,8 @@ pub fn parse_header(
         return Err(Malformed("a subtable's header lists a piece without a place"));
     }
     let whole = BucketWord::parse(word(bytes, HEADER_WORD as usize))?;
-    Ok((Spot { header, pieces, shape }, whole))
+    let said = Header { db: bytes[6], whole, sequence: word(bytes, SEQUENCE) };
+    Ok((Spot { header, pieces, shape }, said))
 }
 
 #[cfg(test)]
@@ -328,7 +345,8 @@ mod tests {
         assert_eq!(spot.slot(7), spot.bucket(1).plus(8));
         let mut bytes = vec![0; 152];
         let whole = BucketWord { depth: 1, prefix: 1 << 47, ..BucketWord::default() };
-        encode_header(&spot, 3, whole, &mut bytes);
-        assert_eq!(parse_header(Place::of(7), &bytes, shape), Ok((spot, whole)));
+        let header = Header { db: 3, whole, sequence: 9 };
+        encode_header(&spot, header, &mut bytes);
+        assert_eq!(parse_header(Place::of(7), &bytes, shape), Ok((spot, header)));
     }
 }
