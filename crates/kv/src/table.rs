@@ -36,6 +36,8 @@ pub(crate) struct Local {
     pub gone: bool,
     /// Slots in use.
     pub used: u32,
+    /// Number of keys inserted so far. A view of the buckets is stale if the number has changed.
+    pub inserts: u64,
     /// Eight bits a slot for the choice of a key to evict.
     pub clock: Box<[u8]>,
     /// The index, if the compute node mirrors it.
@@ -102,7 +104,7 @@ impl Local {
     pub fn new(shape: Shape, word: BucketWord, mirror: Option<Mirror>) -> Self {
         let clock = vec![0; shape.slots()].into_boxed_slice();
         let reserved = SmallVec::new();
-        Self { word, gone: false, used: 0, clock, mirror, reserved }
+        Self { word, gone: false, used: 0, inserts: 0, clock, mirror, reserved }
     }
 
     /// True if the hash with this prefix (a hash's upper half, or a tag) belongs to the subtable.
@@ -137,6 +139,7 @@ impl Local {
             None => self.reserved.retain(|reserved| *reserved != slot as u32),
         }
         self.used += u32::from(entry.is_some());
+        self.inserts += u64::from(entry.is_some());
     }
 
     /// Replaces the key in `slot`, or takes it out.

@@ -85,8 +85,8 @@ impl Tickets {
         Ticket { tickets: self, id, names }
     }
 
-    /// Takes exclusive tickets of all `names` at once.
-    pub fn all(&self, names: impl IntoIterator<Item = Name>) -> Ticket<'_> {
+    /// Takes tickets of all `names` at once.
+    pub fn all(&self, names: impl IntoIterator<Item = Name>, hold: Hold) -> Ticket<'_> {
         let mut names: SmallVec<[Name; 1]> = names.into_iter().collect();
         names.sort_unstable_by_key(|name| (name.shard(), *name));
         names.dedup();
@@ -102,7 +102,7 @@ impl Tickets {
             while locked[at].0 != name.shard() {
                 at += 1;
             }
-            append(&mut locked[at].1, *name, id, Hold::Exclusive);
+            append(&mut locked[at].1, *name, id, hold);
         }
         drop(locked);
         Ticket { tickets: self, id, names }
@@ -220,9 +220,9 @@ mod tests {
     fn tickets_of_several_keys_do_not_wait_for_each_other() {
         let tickets = Tickets::new();
         let names = |range: std::ops::Range<u64>| range.map(|tag| Name::new(1, tag * 97));
-        let first = tickets.all(names(0..9));
-        let second = tickets.all(names(5..20).rev());
-        let third = tickets.all(names(15..20));
+        let first = tickets.all(names(0..9), Hold::Exclusive);
+        let second = tickets.all(names(5..20).rev(), Hold::Exclusive);
+        let third = tickets.all(names(15..20), Hold::Exclusive);
         assert!(is_ready(&first) && !is_ready(&second) && !is_ready(&third));
         drop(first);
         assert!(is_ready(&second) && !is_ready(&third));

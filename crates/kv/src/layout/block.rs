@@ -135,6 +135,12 @@ pub fn encode(place: Place, head: &Head, key: &[u8], rest: &[&[u8]], bytes: &mut
     bytes[..4].copy_from_slice(&crc.to_be_bytes());
 }
 
+/// Renews the checksum of a whole block that moves to `place`.
+pub fn reseal(place: Place, block: &mut [u8]) {
+    let crc = covered(place, block);
+    block[..4].copy_from_slice(&crc.to_be_bytes());
+}
+
 fn covered(place: Place, block: &[u8]) -> u32 {
     let mut crc = begun(place);
     crc.update(&block[4..EXPIRY as usize]);

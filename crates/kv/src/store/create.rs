@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use super::access::Steps;
 use super::database::{Database, Directory};
+use super::atomically::Journal;
 use super::image::{Image, entry_of, root_word};
 use super::scratch::Buffers;
 use super::trips::{Counters, Operation};
@@ -53,25 +54,29 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let journal = Place::default();
         let mut root = Root { fixed, directories, generation: 1, journal };
         let mut store = Self::with(reach, blocks, environment, settings, place, &root)?;
-        store.journal = store.owned_forever(8 * lanes).await?;
-        root.journal = store.journal;
-        {
-            let trip = store.trip(Operation::Maintain);
-            let empty = vec![0; 8 * lanes as usize];
-            let bytes = root.encode();
-            let journal = Step::Write { at: root.journal.at(0), from: &empty };
-            let write = Step::Write { at: place.at(0), from: &bytes };
-            store.run(&trip, &mut [journal, write]).await?;
+        let mut owned = store.owned();
+        root.journal = owned.allocate(0, 8 * lanes).await?;
+        let mut places = Vec::new();
+        for lane in 0..lanes {
+            places.push(owned.allocate(lane, 8).await?);
         }
+        owned.keep();
+        drop(owned);
+        store.write_root(&root, &places).await?;
+        store.journal = Journal::new(places);
         Ok(store)
     }
 
-    /// A block that the store keeps.
-    async fn owned_forever(&self, bytes: u32) -> Result<Place, Error> {
-        let mut owned = self.owned();
-        let place = owned.allocate(0, bytes).await?;
-        owned.keep();
-        Ok(place)
+    /// Writes the root, and an empty journal whose lanes have their words at `places`.
+    async fn write_root(&self, root: &Root, places: &[Place]) -> Result<(), Error> {
+        let trip = self.trip(Operation::Maintain);
+        let (bytes, empty) = (root.encode(), [0; 8]);
+        let list: Vec<u8> = places.iter().flat_map(|place| place.bits().to_be_bytes()).collect();
+        let mut steps: Steps<'_> =
+            places.iter().map(|place| Step::Write { at: place.at(0), from: &empty }).collect();
+        steps.push(Step::Write { at: root.journal.at(0), from: &list });
+        steps.push(Step::Write { at: self.root.at(0), from: &bytes });
+        self.run(&trip, &mut steps).await
     }
 
     /// A store with the sizes and the secret of `root`, and without directories.
@@ -103,7 +108,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             settings,
             root: place,
             generation: root.generation,
-            journal: root.journal,
+            journal: Journal::default(),
             hasher: Hasher::new(&root.fixed.secret),
             shape,
             slab,

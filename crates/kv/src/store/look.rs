@@ -63,10 +63,10 @@ pub(super) enum Looked {
     Seen(Option<Hit>, Option<View>),
 }
 
-struct Candidate {
-    slot: usize,
-    word: Slot,
-    range: Range<usize>,
+pub(super) struct Candidate {
+    pub slot: usize,
+    pub word: Slot,
+    pub range: Range<usize>,
 }
 
 impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
@@ -198,7 +198,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         Ok(None)
     }
 
-    fn compare(
+    pub(super) fn compare(
         &self,
         key: &Key<'_>,
         want: Want,

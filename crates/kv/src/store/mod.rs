@@ -1,14 +1,22 @@
 //! A store that one compute node owns (mode `alone`).
 
 mod access;
+mod atomically;
 mod change;
+mod compact;
 mod create;
 mod database;
 mod evict;
+mod flush;
 mod image;
+mod keys;
 mod look;
+mod many;
+mod merge;
+mod scan;
 mod owned;
 mod read;
+mod recover;
 mod scratch;
 mod split;
 mod sweep;
@@ -19,8 +27,10 @@ mod watch;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+pub use atomically::{Transaction, Wanted};
 pub use change::{Condition, Expiry, Outcome, SetOptions, Update};
 pub use read::Pinned;
+pub use scan::{Cursor, Scanned};
 pub use trips::{Operation, Trips};
 pub use watch::Watch;
 
@@ -80,7 +90,7 @@ pub struct Store<R, B, E> {
     settings: Settings,
     root: Place,
     generation: u64,
-    journal: Place,
+    journal: atomically::Journal,
     hasher: Hasher,
     shape: Shape,
     slab: u32,

@@ -8,7 +8,6 @@
 //! directory has changed, and looks again if the subtable does not cover its key any more.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use super::Store;
 use super::access::Steps;
@@ -181,11 +180,6 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         self.blocks.retire(old.0.header);
         old.1.iter().for_each(|piece| self.blocks.retire(*piece));
         Ok(())
-    }
-
-    /// Number of the next split or merge.
-    pub(super) fn next_sequence(&self) -> u64 {
-        self.sequence.load(Ordering::Relaxed)
     }
 }
 
