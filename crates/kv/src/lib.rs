@@ -12,6 +12,7 @@ mod search;
 mod store;
 mod table;
 mod ticket;
+mod uses;
 
 pub use error::Error;
 pub use store::*;

@@ -12,6 +12,7 @@ use crate::hash::KeyHash;
 use crate::layout::table::{BucketWord, Shape, Slot, Spot};
 use crate::place::Place;
 use crate::search::Buckets;
+use crate::uses::Uses;
 
 /// The word of a mirror's slot while an operation writes the slot for the first time.
 const RESERVED: u64 = u64::MAX;
@@ -38,8 +39,8 @@ pub(crate) struct Local {
     pub used: u32,
     /// Number of keys inserted so far. A view of the buckets is stale if the number has changed.
     pub inserts: u64,
-    /// Eight bits a slot for the choice of a key to evict.
-    pub clock: Box<[u8]>,
+    /// The uses of the keys.
+    pub uses: Uses,
     /// The index, if the compute node mirrors it.
     pub mirror: Option<Mirror>,
     /// Slots that operations are writing for the first time, if there is no mirror.
@@ -102,9 +103,8 @@ impl Mirror {
 
 impl Local {
     pub fn new(shape: Shape, word: BucketWord, mirror: Option<Mirror>) -> Self {
-        let clock = vec![0; shape.slots()].into_boxed_slice();
         let reserved = SmallVec::new();
-        Self { word, gone: false, used: 0, inserts: 0, clock, mirror, reserved }
+        Self { word, gone: false, used: 0, inserts: 0, uses: Uses::new(shape), mirror, reserved }
     }
 
     /// True if the hash with this prefix (a hash's upper half, or a tag) belongs to the subtable.

@@ -149,8 +149,7 @@ fn update_survives_a_crash() {
 fn call_of_three_keys_survives_a_crash() {
     crash_everywhere("atomically", 21, KEYS, |store| {
         let keys = [name(3), name(200), name(5)];
-        let keys: Vec<_> =
-            keys.iter().map(|key| Wanted { db: 0, key, is_read: true }).collect();
+        let keys: Vec<_> = keys.iter().map(|key| Wanted { db: 0, key, is_read: true }).collect();
         let change = |call: &mut kv::Transaction| {
             let moved = call.get(0).expect("is there").to_vec();
             call.put(1, moved, Expiry::Never);

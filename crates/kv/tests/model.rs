@@ -213,9 +213,9 @@ impl Check {
         self.now += u64::from(ms);
         let now = self.now;
         let model = &self.model;
-        self.scan.constant.retain(|key| {
-            model.get(key).is_some_and(|kept| kept.expiry == 0 || kept.expiry > now)
-        });
+        self.scan
+            .constant
+            .retain(|key| model.get(key).is_some_and(|kept| kept.expiry == 0 || kept.expiry > now));
     }
 
     fn step(&mut self, op: Op) {
@@ -261,7 +261,9 @@ impl Check {
                 self.scan.constant.clear();
                 assert_eq!(self.store.len(0), 0);
             }
-            Op::Burst(seed) => (0..60).for_each(|i| self.set(i, usize::from(seed % 90), 0, 0, false)),
+            Op::Burst(seed) => {
+                (0..60).for_each(|i| self.set(i, usize::from(seed % 90), 0, 0, false))
+            }
             Op::Drain(seed) => (0..60).filter(|i| i % 7 != seed % 7).for_each(|i| {
                 block_on(self.store.delete(0, &name(i))).expect("a deletion");
                 self.remove(&name(i));

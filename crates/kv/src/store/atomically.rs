@@ -295,11 +295,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         Ok(states)
     }
 
-    async fn commit_all(
-        &self,
-        trip: &Trip<'_>,
-        ready: &mut [Ready<'_, B>],
-    ) -> Result<(), Error> {
+    async fn commit_all(&self, trip: &Trip<'_>, ready: &mut [Ready<'_, B>]) -> Result<(), Error> {
         match ready {
             [] => Ok(()),
             [one] => self.commit_one(trip, one).await,
@@ -349,8 +345,11 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             && ready.iter().all(|one| self.reach.ordered(one.at, word));
         let clear = Step::Write { at: word, from: &[0; 8] };
         {
-            let swap = |(change, old): (&Change, _)| {
-                Step::Cas { at: change.slot, expected: change.old, new: change.new, old }
+            let swap = |(change, old): (&Change, _)| Step::Cas {
+                at: change.slot,
+                expected: change.old,
+                new: change.new,
+                old,
             };
             let mut steps: Steps<'_> = changes.iter().zip(&mut before).map(swap).collect();
             if together {
@@ -403,8 +402,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let key = &sought[one.number].key;
             let expiry = one.fresh.as_ref().map_or(0, |fresh| fresh.expiry);
             let is_new = one.old.is_none();
-            let entry = one.fresh.as_ref().map(|fresh| {
-                Entry { word: fresh.word.word(), tag: key.hash.tag, expiry }
+            let entry = one.fresh.as_ref().map(|fresh| Entry {
+                word: fresh.word.word(),
+                tag: key.hash.tag,
+                expiry,
             });
             let is_there = entry.is_some();
             {

@@ -10,8 +10,8 @@ use crate::environment::Environment;
 use crate::error::Error;
 use crate::hash::KeyHash;
 use crate::layout::block::{Block, HEADER_BYTES};
-use crate::layout::table::Slot;
 use crate::layout::class;
+use crate::layout::table::Slot;
 use crate::reach::Reach;
 use crate::search::Buckets;
 use crate::table::{Entry, Table};
@@ -29,6 +29,9 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         }
         let result = self.move_all().await;
         self.blocks.settle();
+        if let Ok(moved) = &result {
+            self.removed.moved.fetch_add(*moved as u64, std::sync::atomic::Ordering::Relaxed);
+        }
         result
     }
 
@@ -46,9 +49,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
 
     /// The slots whose blocks are to move, with the tags of their keys, if known.
     async fn leaving(&self, table: &Arc<Table>) -> Result<Vec<(Slot, Option<u64>)>, Error> {
-        let is_leaving = |word: &Slot| {
-            word.length != class::PIECES && self.blocks.is_leaving(word.place)
-        };
+        let is_leaving =
+            |word: &Slot| word.length != class::PIECES && self.blocks.is_leaving(word.place);
         if let Some(mirror) = &table.local.lock().mirror {
             let slots = mirror.slots.iter().zip(&mirror.tags);
             let parsed = slots.filter_map(|(word, tag)| Some((Slot::parse(*word)?, Some(*tag))));
@@ -64,12 +66,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     }
 
     /// Moves the block that `word` names, if a slot still names it.
-    async fn move_block(
-        &self,
-        table: &Table,
-        word: Slot,
-        tag: Option<u64>,
-    ) -> Result<bool, Error> {
+    async fn move_block(&self, table: &Table, word: Slot, tag: Option<u64>) -> Result<bool, Error> {
         let trip = self.trip(Operation::Compact);
         let pin = self.blocks.pin();
         let mut bytes = self.buffers.take();

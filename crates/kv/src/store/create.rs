@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use super::access::Steps;
-use super::database::{Database, Directory};
 use super::atomically::Journal;
+use super::database::{Database, Directory};
 use super::image::{Image, entry_of, root_word};
 use super::scratch::Buffers;
 use super::trips::{Counters, Operation};
@@ -101,6 +101,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             ));
         };
         let settings = Settings { lane_bits: root.fixed.lane_bits, ..settings };
+        let counts_uses = AtomicBool::new(settings.measure == crate::uses::Measure::Frequency);
         Ok(Self {
             reach,
             blocks,
@@ -120,6 +121,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             counters: Counters::default(),
             sequence: AtomicU64::new(1),
             interrupted: AtomicBool::new(false),
+            counts_uses,
+            removed: super::stats::Removed::default(),
         })
     }
 

@@ -102,8 +102,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
                 return Ok(None);
             }
             for (_, candidate) in &mut candidates[first..] {
-                let bytes =
-                    self.read_bytes(candidate.word, sought.want, sought.key.bytes.len())?;
+                let bytes = self.read_bytes(candidate.word, sought.want, sought.key.bytes.len())?;
                 candidate.range = end..end + bytes;
                 end += bytes;
             }

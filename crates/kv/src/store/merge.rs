@@ -83,10 +83,9 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let header = Header { db, whole: word, sequence: new.sequence };
         let image = Image::new(&new.spot, header, &slots);
         self.run(&trip, &mut image.write_all(&new.spot)).await?;
-        for slot in 0..slots.len() {
-            copy(&new, table, slot, slot);
-        }
+        (0..slots.len()).for_each(|slot| copy(&new, table, slot, slot));
         moves.iter().for_each(|(from, to)| copy(&new, &sibling, *from, *to));
+        new.local.lock().used = slots.iter().filter(|word| **word != 0).count() as u32;
 
         let (pieces, depth) = match &*database.directory.read() {
             Some(directory) => (directory.pieces.clone(), directory.depth),
@@ -132,7 +131,7 @@ fn place_all(slots: &mut [u64], others: &[u64]) -> Option<Vec<(usize, usize)>> {
 /// Copies what is known locally of a key.
 fn copy(new: &Table, old: &Table, from: usize, to: usize) {
     let (mut new, old) = (new.local.lock(), old.local.lock());
-    new.clock[to] = old.clock[from];
+    new.uses.copy(to, &old.uses, from);
     if let (Some(new), Some(old)) = (&mut new.mirror, &old.mirror) {
         if let Some(entry) = old.entry(from) {
             new.set(to, Some(entry));

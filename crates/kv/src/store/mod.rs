@@ -13,12 +13,13 @@ mod keys;
 mod look;
 mod many;
 mod merge;
-mod scan;
 mod owned;
 mod read;
 mod recover;
+mod scan;
 mod scratch;
 mod split;
+mod stats;
 mod sweep;
 mod trips;
 mod value;
@@ -29,8 +30,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 pub use atomically::{Transaction, Wanted};
 pub use change::{Condition, Expiry, Outcome, SetOptions, Update};
+pub use evict::{Candidates, Eviction};
 pub use read::Pinned;
 pub use scan::{Cursor, Scanned};
+pub use stats::Stats;
 pub use trips::{Operation, Trips};
 pub use watch::Watch;
 
@@ -48,6 +51,7 @@ use crate::place::Place;
 use crate::reach::Reach;
 use crate::table::{Local, Mirror, Table};
 use crate::ticket::{Hold, Name, Ticket, Tickets};
+pub use crate::uses::Measure;
 
 /// Which verbs are posted together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -70,11 +74,19 @@ pub struct Settings {
     pub groups: Option<u16>,
     /// The lanes (QP groups) number 2 to the power of this value, at most 64.
     pub lane_bits: u8,
+    /// What the store notes of the uses of keys, for the choice of keys to evict.
+    pub measure: Measure,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { form: Form::Fused, mirror: true, groups: None, lane_bits: 0 }
+        Self {
+            form: Form::Fused,
+            mirror: true,
+            groups: None,
+            lane_bits: 0,
+            measure: Measure::Recency,
+        }
     }
 }
 
@@ -103,6 +115,9 @@ pub struct Store<R, B, E> {
     /// Number of the next split or merge.
     sequence: AtomicU64,
     interrupted: AtomicBool,
+    /// True: count uses of keys; false: note the time of the last use.
+    counts_uses: AtomicBool,
+    removed: stats::Removed,
 }
 
 /// A key of an operation.

@@ -4,8 +4,8 @@
 //! change what lies before it and what behind. Keys that are there all the time are returned at
 //! least once.
 
-use super::trips::Operation;
 use super::Store;
+use super::trips::Operation;
 use crate::blocks::Blocks;
 use crate::environment::Environment;
 use crate::error::Error;

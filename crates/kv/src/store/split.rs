@@ -187,7 +187,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
 fn copy_moved(new: &mut Local, old: &Local, slots: &[u64], is_moved: impl Fn(usize) -> bool) {
     for slot in (0..slots.len()).filter(|slot| is_moved(*slot)) {
         new.used += 1;
-        new.clock[slot] = old.clock[slot];
+        new.uses.copy(slot, &old.uses, slot);
         if let (Some(new), Some(old)) = (&mut new.mirror, &old.mirror) {
             let old: &Mirror = old;
             new.set(slot, old.entry(slot));
@@ -198,7 +198,7 @@ fn copy_moved(new: &mut Local, old: &Local, slots: &[u64], is_moved: impl Fn(usi
 /// Takes the moved keys out of the old subtable.
 fn drop_moved(old: &mut Local, word: BucketWord, is_moved: impl Fn(usize) -> bool) {
     old.word = word;
-    for slot in (0..old.clock.len()).filter(|slot| is_moved(*slot)) {
+    for slot in (0..old.uses.len()).filter(|slot| is_moved(*slot)) {
         old.replace(slot, None);
     }
 }

@@ -6,6 +6,7 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::sync::atomic::Ordering;
 
 use parking_lot::Mutex;
 
@@ -52,22 +53,17 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
                 }
             };
             let Some(Reverse((_, db, hash))) = next else { break };
-            deleted += usize::from(self.delete_hash(Operation::Sweep, db, hash, true).await?);
+            deleted += usize::from(self.delete_expired(db, hash).await?);
         }
+        self.removed.expired.fetch_add(deleted as u64, Ordering::Relaxed);
         Ok(deleted)
     }
 
-    /// Deletes the key with `hash`, if there is one, and if the key has expired or need not have.
-    pub(super) async fn delete_hash(
-        &self,
-        kind: Operation,
-        db: u8,
-        hash: KeyHash,
-        is_expired: bool,
-    ) -> Result<bool, Error> {
+    /// Deletes the key with `hash`, if the key has expired.
+    async fn delete_expired(&self, db: u8, hash: KeyHash) -> Result<bool, Error> {
         let ticket = self.tickets.one(Name::new(db, hash.tag), Hold::Exclusive);
         ticket.valid().await;
-        let trip = self.trip(kind);
+        let trip = self.trip(Operation::Sweep);
         let _pin = self.blocks.pin();
         loop {
             self.check()?;
@@ -81,7 +77,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let mut buffer = self.buffers.take();
             let hit = self.look_by_hash(&trip, &table, hash, &mut buffer).await?;
             let Some(hit) = hit else { return Ok(false) };
-            if is_expired && !hit.is_expired(self.environment.now()) {
+            if !hit.is_expired(self.environment.now()) {
                 return Ok(false);
             }
             // The key's bytes are not needed: the hash is that of this key.

@@ -1,6 +1,8 @@
 //! Stores in the memory of the test's process.
 #![allow(dead_code)]
 
+pub mod linear;
+
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
