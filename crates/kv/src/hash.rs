@@ -72,8 +72,8 @@ pub const fn index(upper: u64, depth: u32) -> usize {
 /// groups need not be a power of two.
 pub const fn mains(upper: u64, groups: u32) -> [u32; 2] {
     let count = 2 * groups;
-    let first = (((upper >> 16) & 0xffff) * count as u64 >> 16) as u32;
-    let second = ((upper & 0xffff) * count as u64 >> 16) as u32;
+    let first = ((((upper >> 16) & 0xffff) * count as u64) >> 16) as u32;
+    let second = (((upper & 0xffff) * count as u64) >> 16) as u32;
     // Two choices are what the load depends on, so equal mains become neighbours.
     if first == second { [first, (second + 1) % count] } else { [first, second] }
 }

@@ -63,7 +63,7 @@ impl Uses {
             Measure::Frequency if is_new => *value = COUNT_OF_NEW,
             Measure::Frequency => {
                 let above = u64::from(value.saturating_sub(COUNT_OF_NEW));
-                let increases = random % (above * COUNT_FACTOR + 1) == 0;
+                let increases = random.is_multiple_of(above * COUNT_FACTOR + 1);
                 *value = value.saturating_add(increases.into());
             }
         }
@@ -148,7 +148,7 @@ mod tests {
             uses.used(slot, true, Measure::Frequency, begin, 0);
         }
         for _ in 0..1000 {
-            uses.used(0, false, Measure::Frequency, begin, random.next());
+            uses.used(0, false, Measure::Frequency, begin, random.draw());
         }
         let worth = |uses: &Uses, slot| uses.worth(slot, Measure::Frequency, begin);
         assert_eq!(worth(&uses, 1), 5);

@@ -22,7 +22,10 @@ fn name(key: u64) -> Vec<u8> {
 /// A value of a length that depends on the number: short, or in pieces.
 fn encode(number: u64) -> Vec<u8> {
     let mut bytes = number.to_be_bytes().to_vec();
-    bytes.resize(if number % 9 == 0 { 5000 } else { 8 + (number % 50) as usize }, number as u8);
+    bytes.resize(
+        if number.is_multiple_of(9) { 5000 } else { 8 + (number % 50) as usize },
+        number as u8,
+    );
     bytes
 }
 

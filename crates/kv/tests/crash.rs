@@ -22,7 +22,7 @@ fn name(i: u32) -> Vec<u8> {
 
 fn value(i: u32) -> Vec<u8> {
     // Every fifth value is in pieces.
-    let bytes = if i % 5 == 0 { 5000 } else { i as usize * 7 };
+    let bytes = if i.is_multiple_of(5) { 5000 } else { i as usize * 7 };
     (0..bytes).map(|byte| (byte as u32 * 31 + i) as u8).collect()
 }
 

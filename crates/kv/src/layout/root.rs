@@ -179,7 +179,11 @@ fn fixed(bytes: &[u8]) -> Result<Fixed, Malformed> {
         return Err(Malformed("the root is of another version of the store"));
     }
     let slab = fixed.slab;
-    if fixed.lane_bits > 6 || slab < ROOT_BYTES as u32 || slab > class::SLAB_MAX || slab % 32 != 0 {
+    if fixed.lane_bits > 6
+        || slab < ROOT_BYTES as u32
+        || slab > class::SLAB_MAX
+        || !slab.is_multiple_of(32)
+    {
         return Err(Malformed("the root names impossible sizes"));
     }
     Ok(fixed)

@@ -153,7 +153,7 @@ impl State {
         let offset = (at % u64::from(slab)) as u32;
         chunk.bytes == bytes
             && chunk.lane == lane
-            && offset % bytes == 0
+            && offset.is_multiple_of(bytes)
             && chunk.used.insert(offset / bytes)
     }
 }

@@ -129,7 +129,7 @@ impl Client {
         let limit = self.limit.load(Ordering::Relaxed);
         if verb >= limit {
             if let (Step::Write { at, from }, true) = (&*step, verb == limit) {
-                self.write_half(*at, from, verb % 2 == 0);
+                self.write_half(*at, from, verb.is_multiple_of(2));
             }
             return Err(Stopped::Lost("the compute node has crashed".into()));
         }

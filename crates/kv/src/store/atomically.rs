@@ -130,11 +130,11 @@ struct Ready<'s, B: Blocks> {
 }
 
 impl<B: Blocks> Ready<'_, B> {
-    fn old(&self) -> u64 {
+    fn before(&self) -> u64 {
         self.old.as_ref().map_or(0, |hit| hit.word.word())
     }
 
-    fn new(&self) -> u64 {
+    fn after(&self) -> u64 {
         self.fresh.as_ref().map_or(0, |fresh| fresh.word.word())
     }
 }
@@ -304,7 +304,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     }
 
     async fn commit_one(&self, trip: &Trip<'_>, one: &mut Ready<'_, B>) -> Result<(), Error> {
-        let (at, old, new) = (one.at, one.old(), one.new());
+        let (at, old, new) = (one.at, one.before(), one.after());
         let before = match &mut one.fresh {
             Some(fresh) => {
                 fresh.own();
@@ -323,7 +323,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let lane = ready[0].table.lane;
         let _lane = self.journal.lanes[lane as usize].close().await;
         let word = self.journal.words[lane as usize].at(0);
-        let change = |one: &Ready<'_, B>| Change { slot: one.at, old: one.old(), new: one.new() };
+        let change =
+            |one: &Ready<'_, B>| Change { slot: one.at, old: one.before(), new: one.after() };
         let changes: Vec<_> = ready.iter().map(change).collect();
         let mut owned = self.owned();
         let (records, first) = self.records(&mut owned, lane, &changes).await?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::look::{Hit, Looked, Want};
+use super::look::{Hit, Seen, Want};
 use super::trips::{Operation, Trip};
 use super::value::Fresh;
 use super::{Form, Key, Store};
@@ -251,7 +251,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         if let Some(fresh) = ready {
             fresh.is_written = true;
         }
-        let Looked::Seen(hit, view) = looked else { return Ok(Tried::Again) };
+        let Some(Seen { hit, view }) = looked else { return Ok(Tried::Again) };
         let now = self.environment.now();
         let alive = hit.as_ref().filter(|hit| !hit.is_expired(now));
         let mut value = self.buffers.take();

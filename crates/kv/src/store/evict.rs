@@ -96,11 +96,11 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
                 Eviction::Random if sample.is_empty() => None,
                 Eviction::Random => sample.get(self.environment.random() as usize % sample.len()),
             };
-            if let Some(chosen) = chosen {
-                if self.evict_chosen(&trip, &table, *chosen).await? {
-                    self.removed.evicted.fetch_add(1, Ordering::Relaxed);
-                    return Ok(true);
-                }
+            if let Some(chosen) = chosen
+                && self.evict_chosen(&trip, &table, *chosen).await?
+            {
+                self.removed.evicted.fetch_add(1, Ordering::Relaxed);
+                return Ok(true);
             }
         }
         Ok(false)

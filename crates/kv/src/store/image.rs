@@ -98,7 +98,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     }
 
     /// Allocates and encodes a directory of `depth`.
-    pub(super) async fn encode_directory<'a>(
+    pub(super) async fn encode_directory(
         &self,
         owned: &mut Owned<'_, B>,
         depth: u32,

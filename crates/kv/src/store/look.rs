@@ -55,12 +55,10 @@ impl Hit {
     }
 }
 
-/// The result of a look-up.
-pub(super) enum Looked {
-    /// The subtable has other keys now: a split or a merge has run.
-    Moved,
-    /// The key, if it is there, and the buckets, if they were read.
-    Seen(Option<Hit>, Option<View>),
+/// What a look-up saw: the key, if it is there, and the buckets, if they were read.
+pub(super) struct Seen {
+    pub hit: Option<Hit>,
+    pub view: Option<View>,
 }
 
 pub(super) struct Candidate {
@@ -71,6 +69,7 @@ pub(super) struct Candidate {
 
 impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     /// Looks for `key` in `table`. `along` is a WRITE that is posted with the first round trip.
+    /// `None`: the subtable has other keys now, because a split or a merge has run.
     pub(super) async fn look(
         &self,
         trip: &Trip<'_>,
@@ -79,7 +78,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         want: Want,
         buffer: &mut Vec<u8>,
         along: Option<(Address, &[u8])>,
-    ) -> Result<Looked, Error> {
+    ) -> Result<Option<Seen>, Error> {
         if self.is_mirrored() {
             return self.look_in_mirror(trip, table, key, want, buffer).await;
         }
@@ -89,11 +88,11 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let word = BucketWord::parse(word);
             let word = word.map_err(Error::malformed(table.spot.header.at(0)))?;
             if !word.covers(key.hash.upper) {
-                return Ok(Looked::Moved);
+                return Ok(None);
             }
         }
         let hit = self.search(trip, key, want, buffer, &view, &[]).await?;
-        Ok(Looked::Seen(hit, Some(view)))
+        Ok(Some(Seen { hit, view: Some(view) }))
     }
 
     async fn look_in_mirror(
@@ -103,11 +102,11 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         key: &Key<'_>,
         want: Want,
         buffer: &mut Vec<u8>,
-    ) -> Result<Looked, Error> {
+    ) -> Result<Option<Seen>, Error> {
         let found = {
             let local = table.local.lock();
             if !local.covers(key.hash.upper) {
-                return Ok(Looked::Moved);
+                return Ok(None);
             }
             let buckets = Buckets::of(key.hash.upper, self.shape.groups);
             let find = |mirror: &crate::table::Mirror| {
@@ -117,7 +116,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             };
             local.mirror.as_ref().and_then(find)
         };
-        let Some(mut hit) = found else { return Ok(Looked::Seen(None, None)) };
+        let Some(mut hit) = found else { return Ok(Some(Seen { hit: None, view: None })) };
         let is_list = hit.word.length == class::PIECES;
         if want == Want::Value || want == Want::Places && is_list {
             let start = buffer.len();
@@ -125,12 +124,12 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let block = self.parse(hit.word, &buffer[start..])?;
             // Two keys with one tag: the other one is there.
             if block.key != key.bytes {
-                return Ok(Looked::Seen(None, None));
+                return Ok(Some(Seen { hit: None, view: None }));
             }
             hit.expiry = block.head.expiry;
             hit.block = Some(start..buffer.len());
         }
-        Ok(Looked::Seen(Some(hit), None))
+        Ok(Some(Seen { hit: Some(hit), view: None }))
     }
 
     /// Reads the two combined buckets of `view`.

@@ -91,10 +91,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let Some(table) = &sought.table else { continue };
             let first = candidates.len();
             let is_there = match &found[i].view {
-                Some(view) => self.from_view(sought, view, table, |slot, word| {
+                Some(view) => self.name_in_view(sought, view, table, |slot, word| {
                     candidates.push((i, Candidate { slot, word, range: 0..0 }));
                 })?,
-                None => self.from_mirror(sought, table, &mut found[i], |slot, word| {
+                None => self.name_in_mirror(sought, table, &mut found[i], |slot, word| {
                     candidates.push((i, Candidate { slot, word, range: 0..0 }));
                 }),
             };
@@ -161,7 +161,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     }
 
     /// Names the slots whose fingerprint fits. False if the key is not in this subtable any more.
-    fn from_view(
+    fn name_in_view(
         &self,
         sought: &Sought<'_>,
         view: &View,
@@ -185,7 +185,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     }
 
     /// Finds the key in the mirror, and names the slot if the block is to be read.
-    fn from_mirror(
+    fn name_in_mirror(
         &self,
         sought: &Sought<'_>,
         table: &Table,

@@ -132,9 +132,9 @@ fn place_all(slots: &mut [u64], others: &[u64]) -> Option<Vec<(usize, usize)>> {
 fn copy(new: &Table, old: &Table, from: usize, to: usize) {
     let (mut new, old) = (new.local.lock(), old.local.lock());
     new.uses.copy(to, &old.uses, from);
-    if let (Some(new), Some(old)) = (&mut new.mirror, &old.mirror) {
-        if let Some(entry) = old.entry(from) {
-            new.set(to, Some(entry));
-        }
+    if let (Some(new), Some(old)) = (&mut new.mirror, &old.mirror)
+        && let Some(entry) = old.entry(from)
+    {
+        new.set(to, Some(entry));
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Deref;
 
-use super::look::{Hit, Looked, Want};
+use super::look::{Hit, Seen, Want};
 use super::scratch::Scratch;
 use super::trips::{Operation, Trip};
 use super::{Key, Store};
@@ -104,7 +104,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         loop {
             let Some(table) = self.database(key).table(key.hash.upper) else { return Ok(None) };
             match self.look(trip, &table, key, want, buffer, None).await? {
-                Looked::Seen(hit, _) => {
+                Some(Seen { hit, .. }) => {
                     let now = self.environment.now();
                     let alive = hit.filter(|hit| !hit.is_expired(now));
                     if let Some(hit) = &alive {
@@ -114,7 +114,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
                 }
                 // The directory changes before the subtable does, so another subtable has the key
                 // now. The same one means that remote memory has a foreign prefix.
-                Looked::Moved => {
+                None => {
                     let header = table.spot.header;
                     if before == Some(header) {
                         let what = Malformed("a bucket has the prefix of other keys");

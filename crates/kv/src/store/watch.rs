@@ -70,10 +70,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
 
     /// Notes a change of a key.
     pub(super) fn touched(&self, name: Name) {
-        if self.watches.count.load(Ordering::Relaxed) != 0 {
-            if let Some(key) = self.watches.keys.lock().get_mut(&name) {
-                key.changes += 1;
-            }
+        if self.watches.count.load(Ordering::Relaxed) != 0
+            && let Some(key) = self.watches.keys.lock().get_mut(&name)
+        {
+            key.changes += 1;
         }
     }
 
