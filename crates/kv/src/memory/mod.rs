@@ -21,6 +21,9 @@ use crate::environment::Environment;
 use crate::place::Address;
 use crate::reach::{Range, Reach, Step, Stopped};
 
+/// End of the addresses of a memory node.
+const END: u64 = 1 << 32;
+
 /// Bytes of memory nodes.
 #[derive(Debug, Default)]
 pub struct Memory {
@@ -133,6 +136,9 @@ impl Client {
                 self.write_half(*at, from, verb.is_multiple_of(2));
             }
             return Err(Stopped::Lost("the compute node has crashed".into()));
+        }
+        if step.at().offset >= END {
+            return Err(Stopped::Refused("the address is beyond the memory".into()));
         }
         match step {
             Step::Read { at, into } => self.memory.read(*at, into),
