@@ -242,7 +242,7 @@ fn late_reader_sees_no_memory_that_is_used_again() {
             let store = world.create(settings(form, mirror, 21));
             let value = encode(4);
             block_on(store.set(0, b"key", &value, SetOptions::default())).expect("a write");
-            let mut reader = std::pin::pin!(store.get_pinned(0, b"key"));
+            let mut reader = std::pin::pin!(store.get(0, b"key"));
             let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
             let mut early = None;
             for _ in 0..polls {
@@ -262,7 +262,7 @@ fn late_reader_sees_no_memory_that_is_used_again() {
             }
             let read = block_on(reader).expect("a read");
             if let Some(read) = read {
-                assert_eq!(&*read, &value[..], "{column}, {polls} polls");
+                assert_eq!(read, value, "{column}, {polls} polls");
             }
         }
     }
