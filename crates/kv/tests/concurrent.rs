@@ -237,7 +237,7 @@ async fn churn_until_crash(store: &TestStore) {
 #[test]
 fn late_reader_sees_no_memory_that_is_used_again() {
     for (column, form, mirror) in COLUMNS {
-        for polls in 0..20 {
+        for (polls, writes) in (0..20).flat_map(|polls| [(polls, 0), (polls, 20)]) {
             let world = World::new(4096, 1 << 20, true, 1);
             let store = world.create(settings(form, mirror, 21));
             let value = encode(4);
@@ -256,7 +256,7 @@ fn late_reader_sees_no_memory_that_is_used_again() {
             }
             // Not by the key, for which the reader holds a ticket.
             block_on(store.flush(0)).expect("a flush");
-            for i in 0..20 {
+            for i in 0..writes {
                 let options = SetOptions::default();
                 block_on(store.set(0, &name(i), &encode(4), options)).expect("a write");
             }
