@@ -176,7 +176,8 @@ impl Reach for Arc<Client> {
     async fn close(&self, (): ()) {}
 
     async fn run(&self, steps: &mut [Step<'_>]) -> Result<(), Stopped> {
-        // Steps of different stripes have no order, so each second list begins with the last stripe.
+        // Steps of different stripes have no order, so each second list begins with the last
+        // stripe.
         let is_reversed = !self.waits().is_multiple_of(2);
         let mut order: Vec<usize> = (0..steps.len()).collect();
         order.sort_by_key(|step| {
