@@ -13,6 +13,15 @@ pub enum Error {
     /// A line of a configuration is wrong.
     #[error(transparent)]
     Conf(#[from] crate::conf::ConfError),
+    /// A rule for a user is wrong.
+    #[error(transparent)]
+    Rule(#[from] crate::acl::RuleError),
+    /// A line of an ACL file is wrong.
+    #[error(transparent)]
+    AclFile(#[from] crate::acl::FileError),
+    /// A database file or a payload of DUMP is wrong.
+    #[error(transparent)]
+    Rdb(#[from] crate::rdb::RdbError),
     /// A text is no number.
     #[error(transparent)]
     Number(#[from] crate::number::NumberError),

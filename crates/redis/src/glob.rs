@@ -4,6 +4,9 @@
 //! next byte literal. A pattern and a text take time of at most the product of their lengths:
 //! because a later `*` makes all choices of an earlier one irrelevant, the matcher returns to the
 //! latest `*` only.
+//!
+//! In one case the result is not that of Redis: `*` matches the empty text here. Redis has exceptions
+//! for the pattern `*` in KEYS, SCAN and ACL rules instead, and has none in PSUBSCRIBE.
 
 /// Returns whether `pattern` matches all of `text`.
 pub fn matches(pattern: &[u8], text: &[u8]) -> bool {

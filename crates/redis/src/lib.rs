@@ -14,11 +14,13 @@
 //!
 //! No module has state of its own beyond its types, opens a file or a socket, or asks for the time.
 
+pub mod acl;
 pub mod command;
 pub mod conf;
 mod error;
 pub mod glob;
 pub mod number;
+pub mod rdb;
 
 pub mod reply;
 pub mod request;

@@ -163,7 +163,7 @@ fn write_digits(digits: &[u8], exponent: i64, out: &mut Vec<u8>) {
 /// [`NumberError::Float`] if a text is no number, [`NumberError::Sum`] if the sum is infinite.
 pub fn add_floats(old: &[u8], increment: &[u8], out: &mut Vec<u8>) -> Result<(), NumberError> {
     let parse = |text| Extended::parse(text).ok_or(NumberError::Float);
-    let sum = parse(old)?.add(parse(increment)?).ok_or(NumberError::Sum)?;
+    let sum = parse(old)?.plus(parse(increment)?).ok_or(NumberError::Sum)?;
     sum.write(out);
     Ok(())
 }

@@ -30,6 +30,7 @@ use memchr::memchr;
 
 use crate::command::Arguments;
 use crate::number::parse_i64;
+use crate::reply::{Protocol, Writer};
 use crate::words;
 
 /// Limits of a request.
@@ -339,6 +340,13 @@ impl Parser {
         self.state = State::Done;
         Ok(true)
     }
+}
+
+/// Appends a request with `arguments` to `out`, as a client sends it.
+pub fn encode<T: AsRef<[u8]>>(arguments: &[T], out: &mut Vec<u8>) {
+    let mut writer = Writer::new(out, Protocol::Resp2);
+    writer.array(arguments.len());
+    arguments.iter().for_each(|argument| writer.bulk(argument));
 }
 
 /// The arguments of a request, as ranges of the connection's buffer.

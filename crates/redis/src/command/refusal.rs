@@ -1,6 +1,6 @@
 //! Refused commands: unknown names and wrong numbers of arguments, in Redis's words.
 
-use super::{Arguments, Command, by_name};
+use super::{Arguments, Command, Id, by_name};
 
 /// Maximum bytes of a name, and of all arguments, within an error text.
 const SHOWN: usize = 128;
@@ -35,10 +35,9 @@ pub fn lookup<A: Arguments + ?Sized>(arguments: &A) -> Result<&'static Command, 
     if !named.subcommands.is_empty() && arguments.len() > 1 {
         command = match named.subcommand(arguments.at(1)) {
             Some(command) => command,
-            None if named.flags != 0 => named,
             None => return Err(Refusal::Subcommand(named)),
         };
-        container = (command.id != named.id).then_some(named);
+        container = Some(named);
     }
     match command.takes(arguments.len()) {
         true => Ok(command),
@@ -67,7 +66,12 @@ impl Refusal {
                 out.extend(b" HELP.");
             }
             Self::Arity { command, container } => {
-                out.extend(b"ERR wrong number of arguments for '");
+                // A refused EXEC ends the transaction.
+                out.extend(match command.id {
+                    Id::Exec => &b"EXECABORT Transaction discarded because of: "[..],
+                    _ => b"ERR ",
+                });
+                out.extend(b"wrong number of arguments for '");
                 if let Some(container) = container {
                     out.extend(container.name.bytes());
                     out.push(b'|');
@@ -109,7 +113,6 @@ pub fn sanitize(text: &mut [u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::Id;
 
     fn refused(words: &[&str]) -> String {
         let mut out = Vec::new();
@@ -152,6 +155,7 @@ mod tests {
     #[test]
     fn command_itself_needs_no_subcommand() {
         assert_eq!(lookup(&["command"][..]).unwrap().id, Id::Command);
+        assert_eq!(refused(&["command", "x"]), "ERR unknown subcommand 'x'. Try COMMAND HELP.");
         assert_eq!(lookup(&["COMMAND", "Count"][..]).unwrap().id, Id::CommandCount);
     }
 

@@ -66,7 +66,11 @@ fn info(command: &Command, container: Option<&Command>, w: &mut Writer<'_>) {
     command.tips.iter().for_each(|tip| w.bulk(tip));
     w.set(command.keys.len());
     command.keys.iter().for_each(|spec| key_spec(spec, w));
-    w.set(command.subcommands.len());
+    // Redis writes an empty set and an array that is not empty.
+    match command.subcommands.len() {
+        0 => w.set(0),
+        count => w.array(count),
+    }
     command.subcommands.iter().for_each(|sub| info(sub, Some(command), w));
 }
 
@@ -133,7 +137,7 @@ fn list<A: Arguments + ?Sized>(options: &A, w: &mut Writer<'_>) {
     let is = |at: usize, word: &str| options.at(at).eq_ignore_ascii_case(word.as_bytes());
     match options.len() {
         0 => {
-            w.set(all().count());
+            w.array(all().count());
             all().for_each(|command| w.bulk(command.name));
         }
         3 if is(0, "filterby") && is(1, "pattern") => {
@@ -145,7 +149,7 @@ fn list<A: Arguments + ?Sized>(options: &A, w: &mut Writer<'_>) {
             list_if(w, |_, command| command.categories & bit != 0);
         }
         // No module is ever loaded.
-        3 if is(0, "filterby") && is(1, "module") => w.set(0),
+        3 if is(0, "filterby") && is(1, "module") => w.array(0),
         _ => w.error("ERR syntax error"),
     }
 }
@@ -163,7 +167,7 @@ fn list_if(w: &mut Writer<'_>, selected: impl Fn(&[u8], &Command) -> bool) {
             }
         }
     }
-    w.set(found.len());
+    w.array(found.len());
     found.into_iter().for_each(|(container, command)| full_name(container, command, w));
 }
 

@@ -52,7 +52,7 @@ impl Extended {
     }
 
     /// Adds two numbers. Returns `None` if the sum is infinite or no number.
-    pub fn add(self, other: Self) -> Option<Self> {
+    pub fn plus(self, other: Self) -> Option<Self> {
         if self.exponent == INFINITE || other.exponent == INFINITE {
             return None;
         }
@@ -434,13 +434,13 @@ mod tests {
     #[test]
     fn sum_rounds_once() {
         let parse = |text: &str| Extended::parse(text.as_bytes()).unwrap();
-        let sum = parse("9223372036854775808").add(parse("0.5")).unwrap();
+        let sum = parse("9223372036854775808").plus(parse("0.5")).unwrap();
         assert_eq!(sum, parse("9223372036854775808"));
-        let sum = parse("9223372036854775808").add(parse("0.50000001")).unwrap();
+        let sum = parse("9223372036854775808").plus(parse("0.50000001")).unwrap();
         assert_eq!(sum, parse("9223372036854775809"));
-        let sum = parse("9223372036854775808").add(parse("-1e-40")).unwrap();
+        let sum = parse("9223372036854775808").plus(parse("-1e-40")).unwrap();
         assert_eq!(sum, parse("9223372036854775808"));
-        assert_eq!(parse("1").add(parse("-1")).unwrap(), parse("0"));
+        assert_eq!(parse("1").plus(parse("-1")).unwrap(), parse("0"));
     }
 
     proptest::proptest! {
@@ -459,7 +459,7 @@ mod tests {
             };
             let parse = |value| Extended::parse(text(value).as_bytes()).unwrap();
             let mut out = Vec::new();
-            parse(a).add(parse(b)).unwrap().write(&mut out);
+            parse(a).plus(parse(b)).unwrap().write(&mut out);
             let exact = text(a + b);
             let exact = exact.trim_end_matches('0').trim_end_matches('.');
             assert_eq!(String::from_utf8(out).unwrap(), if exact.is_empty() { "0" } else { exact });

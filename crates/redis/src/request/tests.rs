@@ -156,3 +156,18 @@ fn parser_keeps_its_vector() {
     }
     assert_eq!((parser.spans.as_ptr(), parser.spans.capacity()), (place, capacity));
 }
+
+proptest::proptest! {
+    #[test]
+    fn encoded_requests_are_parsed(
+        commands in proptest::collection::vec(
+            proptest::collection::vec(proptest::collection::vec(proptest::num::u8::ANY, 0..9), 1..5),
+            0..5,
+        ),
+        part in 1..40_usize,
+    ) {
+        let mut bytes = Vec::new();
+        commands.iter().for_each(|command| encode(command, &mut bytes));
+        assert_eq!(parse(&bytes, part), (commands, None));
+    }
+}
