@@ -66,7 +66,7 @@ pub use client::control::ControlPlane;
 pub use client::lend::{BorrowedLanes, Direction, Finished, LaneTransfer, LentLanes};
 pub use client::{
     Batch, Buffer, ChunkMemory, EmbeddedNode, Operation, Options, Pool, PoolStats, SealedBlock,
-    SealedError, SealedPool, Transfer,
+    SealedError, SealedPool, Step, Transfer,
 };
 pub use edge::{BorrowedMemory, DefaultNic, map_frames};
 pub use multi::{MultiPool, NodeIndex, PlacedGrant, Placement};

@@ -440,7 +440,9 @@ fn is_gone(error: &Error) -> bool {
 fn is_silent(error: &Error) -> bool {
     match error {
         Error::ManagementBroken { .. } => true,
-        Error::Access { status, .. } => *status == Status::RetryExceeded,
+        Error::Access { status, .. } | Error::List { status, .. } => {
+            *status == Status::RetryExceeded
+        }
         _ => false,
     }
 }

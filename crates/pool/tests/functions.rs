@@ -9,7 +9,7 @@ use std::sync::Arc;
 use common::{CHUNK, check_whole, over_functions, settings};
 use pool::{
     Address, EmbeddedNode, Endpoint, Error, Grant, GroupId, Lane, Listen, MultiPool, Options,
-    Placement, Pool, Remote, Scheme, Service, Settings, Transfer, schemes,
+    Placement, Pool, Remote, Scheme, Service, Settings, Step, Transfer, schemes,
 };
 use schemes::finemem::layout::{Functions, Shape};
 use verbs::Key;
@@ -84,6 +84,29 @@ fn batch_reaches_all_functions() {
             assert_eq!(back, [i as u8 ^ lane.0; 64]);
         }
     }
+}
+
+/// Two functions have two QPs, between which there is no order.
+#[test]
+fn ordered_list_stays_in_one_function() {
+    let pool = Pool::embedded(of(schemes::FINEMEM, 30)).unwrap();
+    let grants: Vec<Grant> =
+        (0..30).map(|_| pool.allocate_in_blocking(GroupId(0)).unwrap()).collect();
+    let here = grants.iter().find(|g| g.function == 1).unwrap();
+    let beside = grants.iter().rfind(|g| g.function == 1).unwrap();
+    let there = grants.iter().find(|g| g.function != 1).unwrap();
+    let run = |second| {
+        let mut old = 0;
+        let mut steps = [
+            Step::Write { grant: here, offset: 0, from: &[1; 8] },
+            Step::FetchAndAdd { grant: second, offset: 0, add: 1, old: &mut old },
+        ];
+        pool.run_blocking(Lane(1), &mut steps).map(|()| old)
+    };
+    assert_eq!((run(beside).unwrap(), run(here).unwrap()), (0, 0x0101_0101_0101_0101));
+    let refused = run(there).unwrap_err().to_string();
+    assert!(refused.contains("(group 0, function 1)"), "{refused}");
+    assert_eq!(pool.fetch_and_add_blocking(there, 0, 0).unwrap(), 0);
 }
 
 /// A key opens its block on QPs of its function only, and no key opens another owner's block on any

@@ -10,8 +10,8 @@ use verbs::Key;
 use pool::protocol::{self, Opening};
 use pool::remote::address::PORT;
 use pool::{
-    Address, Endpoint, Error, Listen, Options, Pool, Remote, Scheme, Service, Settings, Token,
-    schemes,
+    Address, Endpoint, Error, Grant, Lane, Listen, Options, Pool, Remote, Scheme, Service,
+    Settings, Step, Token, schemes,
 };
 use scheme::info::AccessKind;
 use schemes::onesidedmw::Budget;
@@ -64,6 +64,7 @@ fn chunks_are_allocated_used_and_freed_over_the_wire() {
                 pool.write_blocking(grant, 8, &7u64.to_be_bytes()).unwrap();
                 assert_eq!(pool.fetch_and_add_blocking(grant, 8, 5).unwrap(), 7);
                 assert_eq!(pool.compare_and_swap_blocking(grant, 8, 12, 1).unwrap(), 12);
+                run_list(&pool, grant);
             }
             grants.into_iter().for_each(|grant| pool.free_blocking(grant).unwrap());
         }
@@ -76,6 +77,30 @@ fn chunks_are_allocated_used_and_freed_over_the_wire() {
         }
         service.node().audit().unwrap();
     }
+}
+
+/// An ordered list with a WRITE that waits for a READ, and a list of which a step is refused.
+fn run_list(pool: &Pool, grant: &Grant) {
+    let (mut before, mut after, mut old) = ([0u8; 5000], [0u8; 5000], 0);
+    let mut steps = [
+        Step::Read { grant, offset: 4096, into: &mut before },
+        Step::Write { grant, offset: 4096, from: &[9; 5000] },
+        Step::CompareAndSwap { grant, offset: 8, expected: 1, new: 2, old: &mut old },
+        Step::Read { grant, offset: 4096, into: &mut after },
+    ];
+    pool.run_blocking(Lane(1), &mut steps).unwrap();
+    assert_eq!((old, after), (1, [9; 5000]));
+    assert_ne!(before, after);
+    let keys = vec![Key(0xdead_be00); grant.keys().len()];
+    let dead = Grant::new(grant.addr, grant.len, grant.entry, grant.group, &keys);
+    let mut steps = [
+        Step::FetchAndAdd { grant, offset: 8, add: 4, old: &mut old },
+        Step::Write { grant: &dead, offset: 0, from: &[1; 8] },
+        Step::Write { grant, offset: 8, from: &[1; 8] },
+    ];
+    let refused = pool.run_blocking(Lane(1), &mut steps).unwrap_err();
+    assert!(matches!(refused, Error::List { done: 1, steps: 3, op: "write", .. }), "{refused}");
+    assert_eq!((old, pool.fetch_and_add_blocking(grant, 8, 0).unwrap()), (2, 6));
 }
 
 /// A proxy that modifies the memory node's messages on the control connection.

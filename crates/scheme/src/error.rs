@@ -81,6 +81,23 @@ pub enum Error {
         /// The completion's status.
         status: Status,
     },
+    /// An ordered list of accesses ended early. The first `done` steps took effect, and their
+    /// results were delivered.
+    #[error(
+        "{op}, step {done} of a list of {steps} (counted from 0): {status}; the steps before it \
+         took effect, {}", rest(*status)
+    )]
+    List {
+        /// Number of steps that took effect: the index of the step that failed.
+        done: usize,
+        /// Number of steps of the list.
+        steps: usize,
+        /// The operation that failed.
+        op: &'static str,
+        /// The completion's status. After [`Status::Flushed`] and [`Status::RetryExceeded`] each
+        /// step from `done` on may have taken effect or not; after any other status none has.
+        status: Status,
+    },
     /// A management QP went into the error state while a request was in flight.
     #[error(
         "{attempt}: the management QP broke ({status}); reset and reconnect it before the next \
@@ -162,6 +179,16 @@ impl From<verbs::Error> for Error {
             verbs::Error::Gone { attempt, why } => Error::Gone { attempt, why },
             e => Error::Verbs(e),
         }
+    }
+}
+
+/// Fate of the steps of a list from the failed one on.
+fn rest(status: Status) -> &'static str {
+    match status {
+        Status::Flushed | Status::RetryExceeded => {
+            "the others may have: read what they write before the list is repeated"
+        }
+        _ => "the others did not",
     }
 }
 

@@ -83,7 +83,7 @@ impl<N: Nic> Pool<N> {
                 unreachable!("access is by pages")
             };
             inner.page_request(pages.read_page(&grant, &mut page)).await?;
-            inner.group(grant.group).counts.add_page(false, page_bytes);
+            inner.group(grant.group).counts.add_read(page_bytes);
             Ok::<_, Error>(page)
         };
         into.copy_from_slice(&Detached::new::<N::Cq>(read, drop).await?);
@@ -100,7 +100,7 @@ impl<N: Nic> Pool<N> {
                 unreachable!("access is by pages")
             };
             inner.page_request(pages.write_page(&grant, &page)).await?;
-            inner.group(grant.group).counts.add_page(true, page.len());
+            inner.group(grant.group).counts.add_write(page.len());
             Ok::<_, Error>(())
         };
         Detached::new::<N::Cq>(write, drop).await
@@ -253,7 +253,7 @@ impl<N: Nic> Inner<N> {
 
     fn read_part(&self, grant: &Grant, at: u64, len: usize) -> Result<Operation<'_, N>, Error> {
         let place = self.bounce.take(len)?;
-        let work = Work::Read { from: remote(grant, at, SYNC), to: place.sge(len) };
+        let work = Work::Read { from: remote(grant, at, SYNC), to: place.sge(0, len) };
         Operation::post(self, grant, SYNC, work, HeldMemory::Place(place))
     }
 
@@ -264,13 +264,13 @@ impl<N: Nic> Inner<N> {
         data: &'a [u8],
     ) -> Result<Operation<'a, N>, Error> {
         let to = remote(grant, at, SYNC);
-        if data.len() <= self.max_inline.min(INLINE_MAX) {
+        if self.is_inline(data.len()) {
             let work = Work::WriteInline { to, data };
             return Operation::post(self, grant, SYNC, work, HeldMemory::Nothing);
         }
         let place = self.bounce.take(data.len())?;
-        place.write(data);
-        let work = Work::Write { to, from: place.sge(data.len()) };
+        place.write(0, data);
+        let work = Work::Write { to, from: place.sge(0, data.len()) };
         Operation::post(self, grant, SYNC, work, HeldMemory::Place(place))
     }
 
@@ -281,9 +281,9 @@ impl<N: Nic> Inner<N> {
         compare: u64,
         swap: u64,
     ) -> Result<Operation<'_, N>, Error> {
-        let at = self.word(grant, "compare-and-swap", offset)?;
+        let at = self.word(grant, "compare-and-swap", offset, SYNC)?;
         let place = self.bounce.take(8)?;
-        let work = Work::CompareSwap { at, compare, swap, old: place.sge(8) };
+        let work = Work::CompareSwap { at, compare, swap, old: place.sge(0, 8) };
         Operation::post(self, grant, SYNC, work, HeldMemory::Place(place))
     }
 
@@ -293,13 +293,26 @@ impl<N: Nic> Inner<N> {
         offset: u64,
         add: u64,
     ) -> Result<Operation<'_, N>, Error> {
-        let at = self.word(grant, "fetch-and-add", offset)?;
+        let at = self.word(grant, "fetch-and-add", offset, SYNC)?;
         let place = self.bounce.take(8)?;
-        let work = Work::FetchAdd { at, add, old: place.sge(8) };
+        let work = Work::FetchAdd { at, add, old: place.sge(0, 8) };
         Operation::post(self, grant, SYNC, work, HeldMemory::Place(place))
     }
 
-    fn word(&self, grant: &Grant, op: &'static str, offset: u64) -> Result<Remote, Error> {
+    /// True if a slice of this length is copied into the request.
+    #[inline]
+    pub(super) fn is_inline(&self, len: usize) -> bool {
+        len <= self.max_inline.min(INLINE_MAX)
+    }
+
+    /// Remote address of a word, checked.
+    pub(super) fn word(
+        &self,
+        grant: &Grant,
+        op: &'static str,
+        offset: u64,
+        lane: Lane,
+    ) -> Result<Remote, Error> {
         self.check(grant, op, offset, 8)?;
         self.check_one_sided(op)?;
         if !offset.is_multiple_of(8) {
@@ -309,7 +322,7 @@ impl<N: Nic> Inner<N> {
                 why: format!("{op} needs an offset that is a multiple of 8"),
             });
         }
-        Ok(remote(grant, offset, SYNC))
+        Ok(remote(grant, offset, lane))
     }
 }
 
@@ -317,19 +330,19 @@ impl<N: Nic> Inner<N> {
 /// memory costs less than the additional blocks of the send queue.
 const INLINE_MAX: usize = 128;
 
-fn remote(grant: &Grant, offset: u64, lane: Lane) -> Remote {
+pub(super) fn remote(grant: &Grant, offset: u64, lane: Lane) -> Remote {
     Remote { addr: grant.addr + offset, rkey: grant.key(lane) }
 }
 
 fn take_out<N: Nic>(op: &Operation<'_, N>, part: &mut [u8]) {
     if let HeldMemory::Place(place) = &op.hold {
-        place.read(part);
+        place.read(0, part);
     }
 }
 
 fn old_word<N: Nic>(op: &Operation<'_, N>) -> u64 {
     match &op.hold {
-        HeldMemory::Place(place) => place.word(),
+        HeldMemory::Place(place) => place.word(0),
         _ => unreachable!("an atomic has a buffer for the old value"),
     }
 }

@@ -23,10 +23,10 @@ use std::time::Duration;
 
 use parking_lot::RwLock;
 use smallvec::SmallVec;
-use verbs::completion::{Completer, Pending};
+use verbs::completion::{Completer, LIST_MAX, Pending, id_at};
 use verbs::{
     Access, CompletionQueue, CqAttr, Error as VerbsError, Nic, Op, PeerAddress, QpAttr, QpChange,
-    Qpn, QueuePair, Receive, ReceiveAttr, Remote, Sge, WorkRequest,
+    Qpn, QueuePair, Receive, ReceiveAttr, Remote, SendFlags, Sge, WorkRequest,
 };
 
 use super::control::ControlPlane;
@@ -55,7 +55,7 @@ pub(super) struct Counts {
 }
 
 /// Longest list of requests that is posted without an allocation.
-const STACK_REQUESTS: usize = 16;
+pub(super) const STACK_REQUESTS: usize = 16;
 
 /// Index of an access QP in its group, in the order of the admission: by function, then by lane.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -98,6 +98,10 @@ impl Work<'_> {
         matches!(self, Work::Read { .. } | Work::Write { .. } | Work::WriteInline { .. })
     }
 
+    fn is_write(&self) -> bool {
+        matches!(self, Work::Write { .. } | Work::WriteInline { .. })
+    }
+
     fn op(&self) -> Op<'_> {
         use std::slice::from_ref;
         match self {
@@ -111,6 +115,25 @@ impl Work<'_> {
         }
     }
 }
+
+/// The request for the work at `position` of `count` works. Works beyond the positions of a list
+/// ([`LIST_MAX`]) share the last one.
+fn request(id: u64, position: usize, op: Op<'_>, count: usize) -> WorkRequest<'_> {
+    WorkRequest { id: id_at(id, position.min(LIST_MAX - 1)), op, signaled: position + 1 == count }
+}
+
+/// For each work, true if it needs a fence to be executed in order: a WRITE behind a READ or an
+/// atomic (IBTA vol. 1, chapter 10, ordering of work requests).
+fn fences<'a>(works: impl Iterator<Item = &'a Work<'a>>) -> impl Iterator<Item = bool> {
+    works.scan(false, |waits_for_reads, work| {
+        let fenced = *waits_for_reads && work.is_write();
+        *waits_for_reads = !work.is_write();
+        Some(fenced)
+    })
+}
+
+/// Values for a list of works, on the stack for lists of usual length.
+type OnStack<T> = SmallVec<[T; STACK_REQUESTS]>;
 
 /// A posted operation and the epoch at that time.
 pub(super) struct Posted<N: Nic> {
@@ -287,12 +310,30 @@ impl<N: Nic> AccessQp<N> {
     fn post<'a>(
         &self,
         id: u64,
-        works: impl ExactSizeIterator<Item = &'a Work<'a>>,
+        works: impl ExactSizeIterator<Item = &'a Work<'a>> + Clone,
     ) -> Result<(), VerbsError> {
         let count = works.len();
-        let request = |(i, work)| WorkRequest { id, op: Work::op(work), signaled: i + 1 == count };
-        let list: SmallVec<[WorkRequest<'_>; STACK_REQUESTS]> =
-            works.enumerate().map(request).collect();
+        if count > 1 && fences(works.clone()).any(|fenced| fenced) {
+            return self.post_fenced(id, works);
+        }
+        let request = |(i, work)| request(id, i, Work::op(work), count);
+        let list: OnStack<WorkRequest<'_>> = works.enumerate().map(request).collect();
+        self.qp.post_send(&list)
+    }
+
+    /// Posts works of which one or more need a fence.
+    fn post_fenced<'a>(
+        &self,
+        id: u64,
+        works: impl ExactSizeIterator<Item = &'a Work<'a>> + Clone,
+    ) -> Result<(), VerbsError> {
+        let ops: OnStack<Op<'_>> = works.clone().map(Work::op).collect();
+        let flags = SendFlags { fence: true, ..SendFlags::default() };
+        let request = |(i, (op, fenced))| {
+            request(id, i, if fenced { Op::With { flags, op } } else { *op }, ops.len())
+        };
+        let list: OnStack<WorkRequest<'_>> =
+            ops.iter().zip(fences(works)).enumerate().map(request).collect();
         self.qp.post_send(&list)
     }
 
@@ -324,5 +365,28 @@ impl<N: Nic> AccessQp<N> {
     pub fn reconnect(&self, control: &dyn ControlPlane) -> Result<(), Error> {
         let peer = control.reset_access(self.group, Lane(self.index.0))?;
         Ok(self.qp.connect(peer)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn writes_behind_reads_and_atomics_are_fenced() {
+        let (at, sge) = (Remote { addr: 0, rkey: Default::default() }, Sge::default());
+        let work = |letter| match letter {
+            'r' => Work::Read { from: at, to: sge },
+            'w' => Work::Write { to: at, from: sge },
+            'i' => Work::WriteInline { to: at, data: &[] },
+            'c' => Work::CompareSwap { at, compare: 0, swap: 0, old: sge },
+            _ => Work::FetchAdd { at, add: 1, old: sge },
+        };
+        // Upper case: with a fence.
+        for list in ["r", "w", "wicr", "rW", "cIwrrfWicW", "fWwi"] {
+            let works: Vec<_> = list.to_ascii_lowercase().chars().map(work).collect();
+            let expected: Vec<_> = list.chars().map(|c| c.is_ascii_uppercase()).collect();
+            assert_eq!(fences(works.iter()).collect::<Vec<_>>(), expected, "{list}");
+        }
     }
 }

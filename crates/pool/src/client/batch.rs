@@ -6,7 +6,6 @@ use smallvec::SmallVec;
 use verbs::{Completion, Nic, Status};
 
 use super::access_qp::{AccessQpIndex, Posted, Work};
-use super::operation::HeldMemory;
 use super::{Buffer, Inner, Pool};
 use crate::Error;
 use scheme::{Grant, GroupId, Lane};
@@ -25,10 +24,7 @@ pub struct Transfer<'a> {
 }
 
 /// An access QP of this compute node: its group and its index in the group.
-type Qp = (GroupId, AccessQpIndex);
-
-/// Maximum number of times that a batch is reposted after another operation broke its QP.
-const TRIES: u32 = 64;
+pub(super) type Qp = (GroupId, AccessQpIndex);
 
 impl<N: Nic> Pool<N> {
     /// Reads several pieces of chunks into one buffer and waits for completion.
@@ -142,7 +138,7 @@ pub struct Batch<N: Nic> {
 
 impl<N: Nic> Inner<N> {
     /// The QP that an access to `grant` on `lane` uses.
-    fn qp_of(&self, grant: &Grant, lane: Lane) -> Result<Qp, Error> {
+    pub(super) fn qp_of(&self, grant: &Grant, lane: Lane) -> Result<Qp, Error> {
         self.check_group(grant.group)?;
         Ok((grant.group, self.group(grant.group).qp_index(grant.function, lane)))
     }
@@ -234,9 +230,8 @@ impl<N: Nic> Batch<N> {
             self.works[start..end].iter().for_each(|(_, work)| group.counts.add(work));
             return Ok(());
         }
-        self.pool.recover(group.access_qp(index), epoch)?;
-        self.tries += 1;
-        if !matches!(status, Status::Flushed | Status::RetryExceeded) || self.tries > TRIES {
+        let access_qp = group.access_qp(index);
+        if !self.pool.may_repost(access_qp, epoch, status, true, &mut self.tries)? {
             return Err(Error::Access { op: work.name(), status });
         }
         let posted = self.post_range(start, end)?;
@@ -248,7 +243,7 @@ impl<N: Nic> Batch<N> {
 impl<N: Nic> Drop for Batch<N> {
     fn drop(&mut self) {
         for (posted, ..) in self.posted.drain(..) {
-            self.pool.abandon(posted, HeldMemory::Buffer(&self.buffer));
+            self.pool.abandon(posted, Box::new(self.buffer.clone()));
         }
     }
 }

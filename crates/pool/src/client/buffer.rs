@@ -165,29 +165,30 @@ impl<N: Nic> BounceBuffer<N> {
         self.place.as_ref().expect("present until drop")
     }
 
-    /// Scatter/gather element of the first `len` bytes.
-    pub fn sge(&self, len: usize) -> Sge {
+    /// Scatter/gather element of `len` bytes at `at`.
+    pub fn sge(&self, at: usize, len: usize) -> Sge {
         let BounceSlot { region, offset } = self.place();
         let key: Key = region.key();
-        Sge { addr: region.memory().addr() + *offset as u64, len: len as u32, lkey: key }
+        let addr = region.memory().addr() + (*offset + at) as u64;
+        Sge { addr, len: len as u32, lkey: key }
     }
 
-    /// Copies the first bytes out.
-    pub fn read(&self, out: &mut [u8]) {
+    /// Copies bytes out that begin at `at`.
+    pub fn read(&self, at: usize, out: &mut [u8]) {
         let BounceSlot { region, offset } = self.place();
-        region.memory().read(*offset, out);
+        region.memory().read(*offset + at, out);
     }
 
-    /// Copies `data` to the start.
-    pub fn write(&self, data: &[u8]) {
+    /// Copies `data` to `at`.
+    pub fn write(&self, at: usize, data: &[u8]) {
         let BounceSlot { region, offset } = self.place();
-        region.memory().write(*offset, data);
+        region.memory().write(*offset + at, data);
     }
 
-    /// The first 8 bytes as an atomic returns them: big-endian.
-    pub fn word(&self) -> u64 {
+    /// The 8 bytes at `at` as an atomic returns them: big-endian.
+    pub fn word(&self, at: usize) -> u64 {
         let BounceSlot { region, offset } = self.place();
-        region.memory().load_be64(*offset)
+        region.memory().load_be64(*offset + at)
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
-use verbs::{MemoryRegion, Nic, QpChange, Qpn, QueuePair};
+use verbs::{MemoryRegion, Nic, QpChange, Qpn, QueuePair, Status};
 
 use super::Options;
 use super::access_qp::{AccessQp, AccessQpIndex, Group, Posted, Work};
@@ -13,7 +13,7 @@ use super::buffer::Bounce;
 use super::connect::Reconnect;
 use super::control::ControlPlane;
 use super::lend::Lendable;
-use super::operation::{HeldMemory, TRIES};
+use super::operation::TRIES;
 use crate::protocol::NodeHello;
 use crate::remote::route::sibling_peer;
 use crate::{Error, Scheme};
@@ -301,6 +301,23 @@ impl<N: Nic> Inner<N> {
         self.reset_everything(Some((access_qp, epoch)))
     }
 
+    /// Re-establishes an access QP after operations on it ended with `status`. Returns true if the
+    /// operations may be reposted: another operation broke the QP, and `innocent` says that a
+    /// repetition does no harm.
+    pub(super) fn may_repost(
+        &self,
+        access_qp: &AccessQp<N>,
+        epoch: u64,
+        status: Status,
+        innocent: bool,
+        tries: &mut u32,
+    ) -> Result<bool, Error> {
+        self.recover(access_qp, epoch)?;
+        *tries += 1;
+        let broken_by_others = matches!(status, Status::Flushed | Status::RetryExceeded);
+        Ok(broken_by_others && innocent && *tries <= TRIES)
+    }
+
     /// Re-establishes all QPs, in scheme `onesidedmw` without separation, where the access QPs
     /// carry the allocation chains. Does nothing if the failed QP was re-established already.
     /// Operations in flight on any of them end as flushed.
@@ -329,12 +346,7 @@ impl<N: Nic> Inner<N> {
     }
 
     /// Keeps the memory of an abandoned operation until the operation has ended.
-    pub(super) fn abandon(&self, posted: Posted<N>, hold: HeldMemory<'_, N>) {
-        let hold: Box<dyn Any + Send + Sync> = match hold {
-            HeldMemory::Buffer(buffer) => Box::new(buffer.clone()),
-            HeldMemory::Place(place) => Box::new(place),
-            HeldMemory::Nothing => return,
-        };
+    pub(super) fn abandon(&self, posted: Posted<N>, hold: Box<dyn Any + Send + Sync>) {
         let mut abandoned = self.abandoned.lock();
         abandoned.retain_mut(|a| !has_ended(&mut a.posted));
         abandoned.push(Abandoned { posted, _hold: hold });

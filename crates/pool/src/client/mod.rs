@@ -20,6 +20,7 @@ mod inner;
 pub mod lend;
 mod operation;
 mod sealed;
+mod steps;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -36,6 +37,7 @@ pub use chunk_memory::ChunkMemory;
 pub use embedded::EmbeddedNode;
 pub use operation::Operation;
 pub use sealed::{SealedBlock, SealedError, SealedPool};
+pub use steps::Step;
 
 use self::access_qp::{AccessSizes, Group};
 use self::buffer::Bounce;

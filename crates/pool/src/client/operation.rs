@@ -14,7 +14,7 @@ use super::buffer::{BounceBuffer, Buffer};
 use crate::Error;
 use scheme::{Grant, GroupId, Lane};
 
-/// Maximum number of times that an operation is reposted after another operation broke its QP.
+/// Maximum number of times that operations are reposted after another operation broke their QP.
 pub(super) const TRIES: u32 = 64;
 
 /// Memory that an operation in flight reads or writes; kept until the operation has ended.
@@ -93,14 +93,9 @@ impl<'a, N: Nic> Operation<'a, N> {
     /// Reposts the operation if it was only flushed, on the re-established QP.
     #[cold]
     fn failed(&mut self, status: Status, epoch: u64) -> Result<(), Error> {
-        self.pool.recover(self.group().access_qp(self.index), epoch)?;
-        let innocent = match status {
-            Status::Flushed => true,
-            Status::RetryExceeded => self.work.is_idempotent(),
-            _ => false,
-        };
-        self.tries += 1;
-        if !innocent || self.tries > TRIES {
+        let innocent = status == Status::Flushed || self.work.is_idempotent();
+        let access_qp = self.group().access_qp(self.index);
+        if !self.pool.may_repost(access_qp, epoch, status, innocent, &mut self.tries)? {
             return Err(Error::Access { op: self.work.name(), status });
         }
         self.posted = Some(self.group().post(self.index, once(&self.work))?);
@@ -138,36 +133,43 @@ impl<N: Nic> Future for Operation<'_, N> {
 impl<N: Nic> Drop for Operation<'_, N> {
     fn drop(&mut self) {
         let Some(posted) = self.posted.take() else { return };
-        let hold = std::mem::replace(&mut self.hold, HeldMemory::Nothing);
-        self.pool.abandon(posted, hold);
+        match std::mem::replace(&mut self.hold, HeldMemory::Nothing) {
+            HeldMemory::Buffer(buffer) => self.pool.abandon(posted, Box::new(buffer.clone())),
+            HeldMemory::Place(place) => self.pool.abandon(posted, Box::new(place)),
+            HeldMemory::Nothing => {}
+        }
     }
 }
 
 impl super::access_qp::Counts {
-    /// Counts a page transfer.
-    pub fn add_page(&self, written: bool, page_bytes: usize) {
-        let (calls, bytes) = match written {
-            true => (&self.writes, &self.bytes_written),
-            false => (&self.reads, &self.bytes_read),
-        };
-        calls.fetch_add(1, Ordering::Relaxed);
-        bytes.fetch_add(page_bytes as u64, Ordering::Relaxed);
+    /// Counts a completed READ.
+    #[inline]
+    pub fn add_read(&self, bytes: usize) {
+        self.reads.fetch_add(1, Ordering::Relaxed);
+        self.bytes_read.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Counts a completed WRITE.
+    #[inline]
+    pub fn add_write(&self, bytes: usize) {
+        self.writes.fetch_add(1, Ordering::Relaxed);
+        self.bytes_written.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Counts a completed CAS or FAA.
+    #[inline]
+    pub fn add_atomic(&self) {
+        self.atomics.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Counts a completed operation.
     #[inline]
     pub fn add(&self, work: &Work<'_>) {
-        let (calls, bytes, len) = match work {
-            Work::Read { to, .. } => (&self.reads, &self.bytes_read, to.len as u64),
-            Work::Write { from, .. } => (&self.writes, &self.bytes_written, from.len as u64),
-            Work::WriteInline { data, .. } => {
-                (&self.writes, &self.bytes_written, data.len() as u64)
-            }
-            Work::CompareSwap { .. } | Work::FetchAdd { .. } => (&self.atomics, &self.atomics, 0),
-        };
-        calls.fetch_add(1, Ordering::Relaxed);
-        if len > 0 {
-            bytes.fetch_add(len, Ordering::Relaxed);
+        match work {
+            Work::Read { to, .. } => self.add_read(to.len as usize),
+            Work::Write { from, .. } => self.add_write(from.len as usize),
+            Work::WriteInline { data, .. } => self.add_write(data.len()),
+            Work::CompareSwap { .. } | Work::FetchAdd { .. } => self.add_atomic(),
         }
     }
 }

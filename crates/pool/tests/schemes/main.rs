@@ -8,6 +8,7 @@ mod common;
 mod gone;
 mod pages;
 mod place;
+mod steps;
 
 use place::{How, Place};
 use pool::schemes;
@@ -67,6 +68,13 @@ macro_rules! scheme {
             bad_access_does_not_disturb_other_operations,
             departure_returns_all_chunks,
             counters_match_the_operations,
+        ]);
+        run!(steps, $how, $place, [
+            lists_are_executed_in_order,
+            failed_list_says_how_far_it_came,
+            refused_list_has_no_effect,
+            lists_survive_bad_accesses_of_other_threads,
+            abandoned_lists_keep_their_memory,
         ]);
     };
 }

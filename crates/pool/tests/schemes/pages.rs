@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pool::{Error, Grant, GroupId, Lane, Pool, Transfer};
+use pool::{Error, Grant, GroupId, Lane, Pool, Step, Transfer};
 use verbs::executor::block_on;
 
 use crate::Setup;
@@ -239,6 +239,11 @@ pub fn access_that_is_not_a_whole_page_is_refused(setup: &Setup) {
         pool.fetch_and_add_blocking(&grant, 0, 1).map(drop),
         pool.read_into(&whole, &buffer, Lane(0)).map(drop),
         pool.write_batch_blocking(&[whole], &buffer, Lane(0)),
+        pool.run_blocking(Lane(0), &mut [Step::WriteFrom(whole, &buffer)]),
+        pool.run_blocking(
+            Lane(0),
+            &mut [Step::Read { grant: &grant, offset: 0, into: &mut [0; PAGE] }],
+        ),
     ] {
         assert!(matches!(result, Err(Error::Setting { .. })), "{result:?}");
     }

@@ -8,7 +8,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
-use verbs::completion::{Completer, Pending};
+use verbs::completion::{Completer, Pending, id_at, position};
 use verbs::executor::block_on;
 use verbs::{
     Access, Completion, CompletionQueue, CqAttr, MemoryRegion, Nic, Op, QpAttr, QueuePair, Receive,
@@ -241,14 +241,18 @@ fn a_failed_list_ends_once() {
         let pending = bed
             .completer
             .submit(|id| {
-                let read =
-                    |from| WorkRequest { id, op: Op::Read { from, to: &to }, signaled: false };
-                let last = WorkRequest { signaled: true, ..read(bed.mr.remote(0)) };
-                bed.qp.post_send(&[read(bed.mr.remote(0)), read(bad), last])
+                let read = |at, from| WorkRequest {
+                    id: id_at(id, at),
+                    op: Op::Read { from, to: &to },
+                    signaled: false,
+                };
+                let last = WorkRequest { signaled: true, ..read(2, bed.mr.remote(0)) };
+                bed.qp.post_send(&[read(0, bed.mr.remote(0)), read(1, bad), last])
             })
             .unwrap();
         let other = bed.add(8);
-        assert_eq!(pending.wait().unwrap().status, Status::RemoteAccess);
+        let failed = pending.wait().unwrap();
+        assert_eq!((failed.status, position(&failed)), (Status::RemoteAccess, 1));
         assert_eq!(other.wait().unwrap().status, Status::Flushed);
         assert_eq!(bed.add(8).wait().unwrap().status, Status::Flushed);
     }

@@ -35,6 +35,23 @@ use sleep::Sleepers;
 use crate::backoff::Backoff;
 use crate::{Completion, CompletionQueue, Error};
 
+/// Maximum length of a list whose requests carry their positions ([`id_at`]).
+pub const LIST_MAX: usize = slab::POSITIONS as usize;
+
+/// Returns the id, of an operation with `id`, for the request at `position` of its list.
+///
+/// `id` is that of [`Completer::submit`], and `position` is below [`LIST_MAX`].
+#[inline]
+pub fn id_at(id: u64, position: usize) -> u64 {
+    SlotId(id).at(position as u32).0
+}
+
+/// Returns the position, in its list, of the request that ended the operation.
+#[inline]
+pub fn position(completion: &Completion) -> usize {
+    SlotId(completion.id).position() as usize
+}
+
 /// Maximum number of completions taken by one poll.
 const BATCH: usize = 16;
 
@@ -97,8 +114,8 @@ impl<C: CompletionQueue> Completer<C> {
     /// Posts an operation with `post`.
     ///
     /// `post` posts one or several work requests that complete to this CQ. All carry the given id,
-    /// and the last one is signaled. The operation ends with its first completion: the last
-    /// request's, or that of the first request that failed.
+    /// or [`id_at`] their position in the list, and the last one is signaled. The operation ends
+    /// with its first completion: the last request's, or that of the first request that failed.
     #[inline]
     pub fn submit(&self, post: impl FnOnce(u64) -> Result<(), Error>) -> Result<Pending<C>, Error> {
         self.0.check_gone()?;

@@ -3,13 +3,13 @@
 //! A slot belongs to one operation. It is claimed before the operation is posted and released when
 //! the completion has arrived and was either taken or abandoned. The work request's id holds the
 //! slot's index and generation, so that a completion finds its slot, and a completion of an earlier
-//! generation is dropped.
+//! generation is dropped. The position tells the requests of a list apart, which share a slot.
 //!
 //! ```text
-//! id:   63       32 31        0        word: 63       32 31    0
-//!      +-----------+-----------+            +-----------+-------+
-//!      | generation| slot      |            | generation| state |
-//!      +-----------+-----------+            +-----------+-------+
+//! id:   63       32 31     26 25  0    word: 63       32 31    0
+//!      +-----------+---------+------+       +-----------+-------+
+//!      | generation| position| slot |       | generation| state |
+//!      +-----------+---------+------+       +-----------+-------+
 //!
 //!            claim          filling            filled          take
 //!  Free ──────────> Waiting ───────> Filling ─────────> Done ────────> Free
@@ -33,6 +33,12 @@ use crate::{Completion, CompletionKind, Key, Qpn, Status, WcOpcode};
 const FIRST_SEGMENT: u32 = 64;
 /// Maximum number of segments: 64 * (2^20 - 1) slots in total.
 const SEGMENTS: usize = 20;
+/// Lowest bit of the position in an id, and the mask of the slot's index below.
+const POSITION_SHIFT: u32 = 26;
+const INDEX: u32 = (1 << POSITION_SHIFT) - 1;
+/// Number of positions that an id can hold.
+pub(super) const POSITIONS: u32 = 1 << (u32::BITS - POSITION_SHIFT);
+const _: () = assert!(FIRST_SEGMENT as u64 * ((1 << SEGMENTS) - 1) <= INDEX as u64 + 1);
 /// End marker of the free list.
 const NONE: u32 = u32::MAX;
 
@@ -71,7 +77,21 @@ impl SlotId {
     }
 
     fn index(self) -> u32 {
-        self.0 as u32
+        self.0 as u32 & INDEX
+    }
+
+    /// The same slot, for the request at `position` of a list.
+    pub fn at(self, position: u32) -> Self {
+        debug_assert!(position < POSITIONS, "position {position} of a list");
+        Self(
+            self.0 & !(((POSITIONS - 1) as u64) << POSITION_SHIFT)
+                | (position as u64) << POSITION_SHIFT,
+        )
+    }
+
+    /// Position of the request in its list.
+    pub fn position(self) -> u32 {
+        self.0 as u32 >> POSITION_SHIFT
     }
 
     fn word(self, state: u32) -> u64 {
@@ -316,7 +336,7 @@ impl Slab {
 ///
 /// ```text
 /// bytes (32) | immediate data, or the invalidated key (32)
-/// 0 (16) | vendor error (8) | 0 | opcode (4) | flags: invalidated, imm, receive (3)
+/// 0 (10) | position (6) | vendor error (8) | 0 | opcode (4) | flags: invalidated, imm, receive (3)
 ///        | syndrome (8) | QPN (24)
 /// ```
 fn pack(c: &Completion) -> [u64; 2] {
@@ -330,14 +350,15 @@ fn pack(c: &Completion) -> [u64; 2] {
             | flag(c.imm.is_some(), 33)
             | flag(c.invalidated.is_some(), 34)
             | (c.opcode as u64) << 35
-            | (c.vendor_error as u64) << 40,
+            | (c.vendor_error as u64) << 40
+            | (SlotId(c.id).position() as u64) << 48,
     ]
 }
 
 fn unpack(id: u64, [a, b]: [u64; 2]) -> Completion {
     let flag = |bit: u32| b >> bit & 1 == 1;
     Completion {
-        id,
+        id: SlotId(id).at((b >> 48) as u32).0,
         qpn: Qpn::new(b as u32),
         status: Status::from_syndrome((b >> 24) as u8),
         kind: if flag(32) { CompletionKind::Receive } else { CompletionKind::Send },
@@ -372,6 +393,20 @@ mod tests {
         assert_ne!(again, id);
         assert!(matches!(slab.fill(id, &completion(id, 8)), Filled::Unwanted));
         assert!(slab.take(again).is_none());
+    }
+
+    #[test]
+    fn completion_of_a_list_keeps_its_position() {
+        let slab = Slab::new();
+        let id = slab.claim().unwrap();
+        let third = id.at(2);
+        assert_eq!((third.index(), third.position(), third.at(0)), (id.index(), 2, id));
+        assert!(matches!(slab.fill(third, &completion(third, 5)), Filled::Kept));
+        assert!(matches!(slab.fill(id.at(3), &completion(id.at(3), 6)), Filled::Unwanted));
+        let taken = slab.take(id).unwrap();
+        assert_eq!((SlotId(taken.id).position(), taken.bytes), (2, 5));
+        let last = id.at(POSITIONS - 1);
+        assert_eq!((last.index(), last.position()), (id.index(), POSITIONS - 1));
     }
 
     #[test]
@@ -423,7 +458,7 @@ mod tests {
                 invalidated: (what == 2).then_some(Key(word)),
                 vendor_error,
             };
-            prop_assert_eq!(unpack(id, pack(&c)), c);
+            prop_assert_eq!(unpack(SlotId(id).at(0).0, pack(&c)), c);
         }
     }
 }

@@ -1,0 +1,75 @@
+//! The allocator of blocks, as the index sees it.
+
+use std::future::Future;
+
+use crate::place::Place;
+
+/// The reason that no block was allocated.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum NoBlock {
+    /// The pool, or this compute node's share of the pool, has no chunk left.
+    #[error("allocating a block: the pool is full; evict or delete keys, or donate more memory")]
+    Full,
+    /// The pool cannot be reached.
+    #[error("allocating a block: {0}; connect and open the store again")]
+    Lost(String),
+}
+
+/// A number of bytes, by use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Bytes of blocks in use.
+    pub live: u64,
+    /// Bytes of blocks that were retired and that a pinned reader may still know.
+    pub limbo: u64,
+    /// Bytes of the chunks held.
+    pub held: u64,
+    /// Number of chunks held.
+    pub chunks: u64,
+}
+
+/// Allocates blocks for an index, in lanes: all blocks of a lane are reached by one QP.
+///
+/// No block has place 0. The allocator keeps all its metadata at the compute node, so a successor
+/// tells its allocator which blocks are in use ([`Blocks::adopt`]).
+pub trait Blocks {
+    /// Keeps retired blocks from being used again, until the pin is dropped.
+    type Pin;
+
+    /// Bytes of a slab: the longest block.
+    fn slab(&self) -> u32;
+
+    /// Allocates a block of at least `bytes` in `lane`.
+    fn allocate(&self, lane: u32, bytes: u32) -> impl Future<Output = Result<Place, NoBlock>>;
+
+    /// Frees a block that no word in remote memory has named.
+    fn release(&self, place: Place);
+
+    /// Frees a block that no word in remote memory names any more, when no pin is left that was
+    /// taken before this call.
+    fn retire(&self, place: Place);
+
+    /// Pins all blocks that can be reached now.
+    fn pin(&self) -> Self::Pin;
+
+    /// Takes over blocks of a predecessor: place, bytes and lane of each.
+    fn adopt(&self, used: &[(Place, u32, u32)]) -> Result<(), NoBlock>;
+
+    /// Does the work that no operation waits for: frees retired blocks, returns chunks, fills the
+    /// reserve.
+    fn tend(&self) -> impl Future<Output = Result<(), NoBlock>>;
+
+    /// Chooses chunks whose live share is below `share` percent, whose blocks are to move.
+    /// Returns the number of chunks. No block is allocated in a chosen chunk.
+    fn evacuate(&self, share: u32) -> usize;
+
+    /// True if the block at `place` is to move.
+    fn is_leaving(&self, place: Place) -> bool;
+
+    /// Ends the evacuation: chosen chunks that are not empty take blocks again.
+    fn settle(&self);
+
+    /// The bytes by use.
+    fn usage(&self) -> Usage;
+}

@@ -1,0 +1,69 @@
+//! Errors of a store.
+
+use crate::blocks::NoBlock;
+use crate::layout::Malformed;
+use crate::place::Address;
+use crate::reach::Stopped;
+
+/// An error of a store.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The allocator has no block.
+    #[error(transparent)]
+    NoBlock(#[from] NoBlock),
+    /// Remote memory cannot be reached.
+    #[error(transparent)]
+    Stopped(#[from] Stopped),
+    /// Remote memory has bytes that the store cannot have written.
+    #[error(
+        "reading remote memory at {at}: {what}; another program has written there, or the memory \
+         node is faulty: restore the data from a file"
+    )]
+    Malformed {
+        /// Address of the bytes.
+        at: Address,
+        /// What is wrong.
+        what: Malformed,
+    },
+    /// Another owner has opened the store.
+    #[error("changing the store: another process has opened the store since; stop this one")]
+    Deposed,
+    /// Remote memory differs from its mirror, although no other owner has opened the store.
+    #[error(
+        "changing the slot at {0}: the slot differs from its mirror; a program other than the \
+         owner writes to the store's memory: open the store again"
+    )]
+    Diverged(Address),
+    /// A change was interrupted, so the mirror may be older than remote memory.
+    #[error("using the store: a change was interrupted earlier; open the store again")]
+    Interrupted,
+    /// The key is too long.
+    #[error("writing a key of {bytes} bytes: at most {most} bytes are possible; use a shorter key")]
+    KeyTooLong {
+        /// Bytes of the key.
+        bytes: usize,
+        /// The maximum.
+        most: usize,
+    },
+    /// The value is too long.
+    #[error("writing a value of {0} bytes: at most 512 MiB are possible; split the value")]
+    ValueTooLong(usize),
+    /// The directory cannot grow.
+    #[error(
+        "inserting a key: the directory has its maximum depth; use larger chunks or more partitions"
+    )]
+    TooDeep,
+    /// The number of a database is too high.
+    #[error("using database {0}: a store has the databases 0 to 15")]
+    NoDatabase(u8),
+    /// A setting is impossible.
+    #[error("opening a store: {0}")]
+    Setting(&'static str),
+}
+
+impl Error {
+    pub(crate) fn malformed(at: Address) -> impl Fn(Malformed) -> Self {
+        move |what| Self::Malformed { at, what }
+    }
+}

@@ -1,0 +1,218 @@
+//! Memory of the process in place of a pool, for tests, examples and fuzzing.
+//!
+//! [`Memory`] holds the bytes. [`Client`] reaches them, counts round trips, and can stop at any
+//! verb as a compute node that crashes there. [`Arena`] allocates blocks. [`run`] executes several
+//! tasks in an order that a seed chooses.
+
+mod arena;
+mod schedule;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+
+pub use arena::Arena;
+pub use schedule::{Seeded, run, turn};
+
+use crate::environment::Environment;
+use crate::place::Address;
+use crate::reach::{Range, Reach, Step, Stopped};
+
+/// Bytes of memory nodes.
+#[derive(Debug, Default)]
+pub struct Memory {
+    nodes: Mutex<HashMap<u8, Vec<u8>>>,
+    lanes: Mutex<HashMap<(u8, u64), u32>>,
+    chunk: u64,
+}
+
+impl Memory {
+    /// Memory whose chunks have `chunk` bytes.
+    pub fn new(chunk: u32) -> Arc<Self> {
+        Arc::new(Self { chunk: chunk.into(), ..Self::default() })
+    }
+
+    /// Bytes of a chunk.
+    pub fn chunk(&self) -> u32 {
+        self.chunk as u32
+    }
+
+    /// Replaces the bytes at `at`.
+    pub fn write(&self, at: Address, from: &[u8]) {
+        let mut nodes = self.nodes.lock();
+        let node = nodes.entry(at.node).or_default();
+        let end = at.offset as usize + from.len();
+        if node.len() < end {
+            node.resize(end, 0);
+        }
+        node[at.offset as usize..end].copy_from_slice(from);
+    }
+
+    /// Copies the bytes at `at`. Bytes that were never written are 0.
+    pub fn read(&self, at: Address, into: &mut [u8]) {
+        into.fill(0);
+        let nodes = self.nodes.lock();
+        let Some(node) = nodes.get(&at.node) else { return };
+        let start = (at.offset as usize).min(node.len());
+        let end = (start + into.len()).min(node.len());
+        into[..end - start].copy_from_slice(&node[start..end]);
+    }
+
+    fn word(&self, at: Address, change: impl FnOnce(u64) -> u64) -> u64 {
+        let mut nodes = self.nodes.lock();
+        let node = nodes.entry(at.node).or_default();
+        let start = at.offset as usize;
+        if node.len() < start + 8 {
+            node.resize(start + 8, 0);
+        }
+        let old = crate::layout::word(node, start);
+        crate::layout::put(node, start, change(old));
+        old
+    }
+
+    fn set_lane(&self, at: Address, lane: u32) {
+        self.lanes.lock().insert((at.node, at.offset / self.chunk), lane);
+    }
+
+    fn lane(&self, at: Address) -> Option<u32> {
+        self.lanes.lock().get(&(at.node, at.offset / self.chunk)).copied()
+    }
+}
+
+/// A compute node that reaches a [`Memory`].
+#[derive(Debug)]
+pub struct Client {
+    memory: Arc<Memory>,
+    waits: AtomicU64,
+    verbs: AtomicU64,
+    limit: AtomicU64,
+    interleaved: bool,
+}
+
+impl Client {
+    /// A compute node. `interleaved`: other tasks run between two verbs of this compute node.
+    pub fn new(memory: Arc<Memory>, interleaved: bool) -> Self {
+        let limit = AtomicU64::new(u64::MAX);
+        Self { memory, waits: AtomicU64::new(0), verbs: AtomicU64::new(0), limit, interleaved }
+    }
+
+    /// Number of round trips so far.
+    pub fn waits(&self) -> u64 {
+        self.waits.load(Ordering::Relaxed)
+    }
+
+    /// Number of verbs so far.
+    pub fn verbs(&self) -> u64 {
+        self.verbs.load(Ordering::Relaxed)
+    }
+
+    /// Stops the compute node after `verbs` more verbs: all later verbs fail and have no effect. Of
+    /// the first of them, if it is a long WRITE, one half takes effect.
+    pub fn crash_after(&self, verbs: u64) {
+        self.limit.store(self.verbs() + verbs, Ordering::Relaxed);
+    }
+
+    /// True if the compute node has stopped.
+    pub fn is_crashed(&self) -> bool {
+        self.verbs() > self.limit.load(Ordering::Relaxed)
+    }
+
+    /// The memory.
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    fn execute(&self, step: &mut Step<'_>) -> Result<(), Stopped> {
+        let verb = self.verbs.fetch_add(1, Ordering::Relaxed);
+        let limit = self.limit.load(Ordering::Relaxed);
+        if verb >= limit {
+            if let (Step::Write { at, from }, true) = (&*step, verb == limit) {
+                self.write_half(*at, from, verb.is_multiple_of(2));
+            }
+            return Err(Stopped::Lost("the compute node has crashed".into()));
+        }
+        match step {
+            Step::Read { at, into } => self.memory.read(*at, into),
+            Step::Write { at, from } => self.memory.write(*at, from),
+            Step::Cas { at, expected, new, old } => {
+                **old = self.memory.word(*at, |old| if old == *expected { *new } else { old });
+            }
+            Step::Add { at, amount, old } => {
+                **old = self.memory.word(*at, |old| old.wrapping_add(*amount));
+            }
+        }
+        Ok(())
+    }
+
+    fn write_half(&self, at: Address, from: &[u8], first: bool) {
+        let middle = from.len() / 16 * 8;
+        if middle == 0 {
+            return;
+        }
+        if first {
+            self.memory.write(at, &from[..middle]);
+        } else {
+            self.memory.write(at.plus(middle as u64), &from[middle..]);
+        }
+    }
+}
+
+impl Reach for Arc<Client> {
+    type Right = ();
+
+    async fn open(&self, _range: Range) -> Result<(), Stopped> {
+        Ok(())
+    }
+
+    async fn close(&self, (): ()) {}
+
+    async fn run(&self, steps: &mut [Step<'_>]) -> Result<(), Stopped> {
+        for step in steps.iter_mut() {
+            if self.interleaved {
+                turn().await;
+            }
+            self.execute(step)?;
+        }
+        self.waits.fetch_add(1, Ordering::Relaxed);
+        if self.interleaved {
+            turn().await;
+        }
+        Ok(())
+    }
+
+    fn ordered(&self, a: Address, b: Address) -> bool {
+        a.node == b.node && self.memory.lane(a) == self.memory.lane(b)
+    }
+}
+
+/// A clock that the caller turns, and random numbers by seed.
+#[derive(Debug)]
+pub struct Hand {
+    now: AtomicU64,
+    random: AtomicU64,
+}
+
+impl Hand {
+    /// A clock at `now`.
+    pub fn new(now: u64, seed: u64) -> Arc<Self> {
+        Arc::new(Self { now: AtomicU64::new(now), random: AtomicU64::new(seed) })
+    }
+
+    /// Turns the clock on by `ms`.
+    pub fn advance(&self, ms: u64) {
+        self.now.fetch_add(ms, Ordering::Relaxed);
+    }
+}
+
+impl Environment for Arc<Hand> {
+    fn now(&self) -> u64 {
+        self.now.load(Ordering::Relaxed)
+    }
+
+    fn random(&self) -> u64 {
+        let state = self.random.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
+        schedule::mix(state)
+    }
+}

@@ -1,0 +1,108 @@
+//! The way to remote memory: ordered lists of verbs, and rights to ranges.
+
+use std::future::Future;
+
+use crate::place::Address;
+
+/// A range of remote memory to which an operation needs a right.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Range {
+    /// Address of the first byte.
+    pub start: Address,
+    /// Length in bytes.
+    pub bytes: u32,
+    /// True if the operation changes the range.
+    pub writes: bool,
+}
+
+/// A verb on remote memory.
+#[derive(Debug)]
+pub enum Step<'a> {
+    /// Reads bytes.
+    Read {
+        /// Address of the first byte.
+        at: Address,
+        /// Where the bytes go.
+        into: &'a mut [u8],
+    },
+    /// Writes bytes.
+    Write {
+        /// Address of the first byte.
+        at: Address,
+        /// The bytes.
+        from: &'a [u8],
+    },
+    /// Compares the big-endian word at `at` with `expected`, and replaces an equal word by `new`.
+    Cas {
+        /// Address of the word: a multiple of 8.
+        at: Address,
+        /// The word that is replaced.
+        expected: u64,
+        /// The word afterwards.
+        new: u64,
+        /// Receives the word before.
+        old: &'a mut u64,
+    },
+    /// Adds to the big-endian word at `at`.
+    Add {
+        /// Address of the word: a multiple of 8.
+        at: Address,
+        /// The amount.
+        amount: u64,
+        /// Receives the word before.
+        old: &'a mut u64,
+    },
+}
+
+impl Step<'_> {
+    /// Address of the verb's first byte.
+    pub fn at(&self) -> Address {
+        match self {
+            Self::Read { at, .. }
+            | Self::Write { at, .. }
+            | Self::Cas { at, .. }
+            | Self::Add { at, .. } => *at,
+        }
+    }
+}
+
+/// The reason that a list of verbs stopped.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Stopped {
+    /// The memory node refused an access: another compute node owns the memory now.
+    #[error("accessing remote memory: access refused: {0}; open the store again")]
+    Refused(String),
+    /// The connection broke. A verb that was posted may or may not have taken effect.
+    #[error("accessing remote memory: the connection broke: {0}; connect and open the store again")]
+    Lost(String),
+}
+
+/// Reaches remote memory for an index.
+///
+/// The index knows no keys of regions and no allocation scheme: it names memory by address. An
+/// implementation over a pool finds the grant of an address; Patronus will acquire, extend and
+/// revoke permissions.
+///
+/// The futures need not be `Send`: a store runs on threads that run to completion.
+pub trait Reach {
+    /// A right to a range, until [`Reach::close`].
+    type Right;
+
+    /// Acquires the right to `range`. Ready at once where a right needs no message.
+    fn open(&self, range: Range) -> impl Future<Output = Result<Self::Right, Stopped>>;
+
+    /// Returns a right.
+    fn close(&self, right: Self::Right) -> impl Future<Output = ()>;
+
+    /// Executes `steps` and waits once for all of them.
+    ///
+    /// Two steps whose addresses are [ordered](Reach::ordered) take effect in the order of the list:
+    /// an implementation fences a WRITE behind a READ or an atomic. Other steps have no order. After
+    /// an error, each step may or may not have taken effect.
+    fn run(&self, steps: &mut [Step<'_>]) -> impl Future<Output = Result<(), Stopped>>;
+
+    /// True if verbs on the two addresses take effect in the order in which they are posted, because
+    /// both use one QP.
+    fn ordered(&self, a: Address, b: Address) -> bool;
+}

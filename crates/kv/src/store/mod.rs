@@ -1,0 +1,222 @@
+//! A store that one compute node owns (mode `alone`).
+
+mod access;
+mod atomically;
+mod change;
+mod compact;
+mod create;
+mod database;
+mod evict;
+mod flush;
+mod image;
+mod keys;
+mod look;
+mod many;
+mod merge;
+mod owned;
+mod read;
+mod recover;
+mod scan;
+mod scratch;
+mod split;
+mod stats;
+mod sweep;
+mod trips;
+mod value;
+mod watch;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+pub use atomically::{Transaction, Wanted};
+pub use change::{Condition, Expiry, Outcome, SetOptions, Update};
+pub use evict::{Candidates, Eviction};
+pub use read::Pinned;
+pub use scan::{Cursor, Scanned};
+pub use stats::Stats;
+pub use trips::{Operation, Trips};
+pub use watch::Watch;
+
+use self::database::Database;
+use self::scratch::Buffers;
+use self::trips::{Counters, Trip};
+use crate::blocks::Blocks;
+use crate::environment::Environment;
+use crate::error::Error;
+use crate::hash::{Hasher, KeyHash};
+use crate::layout::block;
+use crate::layout::root::DATABASES;
+use crate::layout::table::{BucketWord, Shape, Spot};
+use crate::place::Place;
+use crate::reach::Reach;
+use crate::table::{Local, Mirror, Table};
+use crate::ticket::{Hold, Name, Ticket, Tickets};
+pub use crate::uses::Measure;
+
+/// Which verbs are posted together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Form {
+    /// The steps and round trips of the paper.
+    Published,
+    /// What the order of one QP allows: the block and the slot are written in one round trip.
+    #[default]
+    Fused,
+}
+
+/// Settings of a store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// Which verbs are posted together.
+    pub form: Form,
+    /// Keeps a copy of the index at the compute node: 17 bytes a slot. Form `published` has none.
+    pub mirror: bool,
+    /// Groups of buckets in a subtable. None: as many as fit 16 KiB.
+    pub groups: Option<u16>,
+    /// The lanes (QP groups) number 2 to the power of this value, at most 64.
+    pub lane_bits: u8,
+    /// What the store notes of the uses of keys, for the choice of keys to evict.
+    pub measure: Measure,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            form: Form::Fused,
+            mirror: true,
+            groups: None,
+            lane_bits: 0,
+            measure: Measure::Recency,
+        }
+    }
+}
+
+/// A store of keys and values in remote memory.
+///
+/// Any number of tasks and threads can use a store. Operations on one key take effect in the order in
+/// which their futures are polled for the first time. A future that is dropped before its end leaves
+/// the store [interrupted](Error::Interrupted) if the future had begun to change remote memory.
+pub struct Store<R, B, E> {
+    reach: R,
+    blocks: B,
+    environment: E,
+    settings: Settings,
+    root: Place,
+    generation: u64,
+    journal: atomically::Journal,
+    hasher: Hasher,
+    shape: Shape,
+    slab: u32,
+    databases: [Database; DATABASES],
+    tickets: Tickets,
+    watches: watch::Watches,
+    due: sweep::Due,
+    buffers: Buffers,
+    counters: Counters,
+    /// Number of the next split or merge.
+    sequence: AtomicU64,
+    interrupted: AtomicBool,
+    /// True: count uses of keys; false: note the time of the last use.
+    counts_uses: AtomicBool,
+    removed: stats::Removed,
+}
+
+/// A key of an operation.
+#[derive(Clone, Copy, Debug)]
+struct Key<'a> {
+    db: u8,
+    bytes: &'a [u8],
+    hash: KeyHash,
+}
+
+impl Key<'_> {
+    fn name(&self) -> Name {
+        Name::new(self.db, self.hash.tag)
+    }
+}
+
+impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
+    /// Place of the root.
+    pub fn root(&self) -> Place {
+        self.root
+    }
+
+    /// The number of this owner: the root counts owners.
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// Number of keys of database `db`, with those that have expired and are not deleted yet.
+    pub fn len(&self, db: u8) -> u64 {
+        self.databases.get(usize::from(db)).map_or(0, Database::keys)
+    }
+
+    /// True if database `db` has no key.
+    pub fn is_empty(&self, db: u8) -> bool {
+        self.len(db) == 0
+    }
+
+    /// Counters of round trips.
+    pub fn trips(&self, kind: Operation) -> Trips {
+        self.counters.of(kind)
+    }
+
+    /// The allocator.
+    pub fn blocks(&self) -> &B {
+        &self.blocks
+    }
+
+    /// The environment.
+    pub fn environment(&self) -> &E {
+        &self.environment
+    }
+
+    /// The way to remote memory.
+    pub fn reach(&self) -> &R {
+        &self.reach
+    }
+
+    fn key<'a>(&self, db: u8, bytes: &'a [u8]) -> Result<Key<'a>, Error> {
+        if usize::from(db) >= DATABASES {
+            return Err(Error::NoDatabase(db));
+        }
+        if self.interrupted.load(Ordering::Relaxed) {
+            return Err(Error::Interrupted);
+        }
+        Ok(Key { db, bytes, hash: self.hasher.hash(bytes) })
+    }
+
+    fn database(&self, key: &Key<'_>) -> &Database {
+        &self.databases[usize::from(key.db)]
+    }
+
+    fn ticket(&self, key: &Key<'_>, hold: Hold) -> Ticket<'_> {
+        self.tickets.one(key.name(), hold)
+    }
+
+    fn trip(&self, kind: Operation) -> Trip<'_> {
+        self.counters.begin(kind)
+    }
+
+    /// The lane of a hash's upper half, or of a tag.
+    fn lane(&self, prefix: u64) -> u32 {
+        crate::hash::index(prefix, self.settings.lane_bits.into()) as u32
+    }
+
+    fn is_mirrored(&self) -> bool {
+        self.settings.mirror && self.settings.form == Form::Fused
+    }
+
+    /// A subtable without keys that no directory names yet.
+    fn new_table(&self, spot: Spot, db: u8, word: BucketWord) -> Arc<Table> {
+        let mirror = self.is_mirrored().then(|| Mirror::new(self.shape));
+        let local = Local::new(self.shape, word, mirror);
+        let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
+        Table::new(spot, db, self.lane(word.prefix << 16), sequence, local)
+    }
+
+    /// The longest key.
+    fn key_max(&self) -> usize {
+        // Half a slab, so that a list of pieces has room behind the key.
+        self.slab as usize / 2 - block::HEADER_BYTES
+    }
+}

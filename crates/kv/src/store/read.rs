@@ -1,0 +1,128 @@
+//! Operations that read one key.
+
+use std::ops::Deref;
+
+use super::look::{Hit, Seen, Want};
+use super::scratch::Scratch;
+use super::trips::{Operation, Trip};
+use super::{Key, Store};
+use crate::blocks::Blocks;
+use crate::environment::Environment;
+use crate::error::Error;
+use crate::layout::Malformed;
+use crate::reach::Reach;
+use crate::ticket::Hold;
+
+/// A value in a buffer of the store, which is used again when this is dropped.
+///
+/// The value's blocks are not used again either while this lives.
+pub struct Pinned<'s, B: Blocks> {
+    value: Scratch<'s>,
+    expiry: u64,
+    _pin: B::Pin,
+}
+
+impl<B: Blocks> Pinned<'_, B> {
+    /// The expiry, in milliseconds since 1970; 0: none.
+    pub fn expiry(&self) -> u64 {
+        self.expiry
+    }
+}
+
+impl<B: Blocks> Deref for Pinned<'_, B> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.value
+    }
+}
+
+impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
+    /// Reads a value. `None`: the key is not there.
+    pub async fn get(&self, db: u8, key: &[u8]) -> Result<Option<Vec<u8>>, Error> {
+        let mut value = Vec::new();
+        Ok(self.get_into(db, key, &mut value).await?.map(|_| value))
+    }
+
+    /// Appends a value to `value`. Returns the expiry (0: none). `None`: the key is not there.
+    ///
+    /// With a `value` that has room, the call allocates no memory of the process.
+    pub async fn get_into(
+        &self,
+        db: u8,
+        key: &[u8],
+        value: &mut Vec<u8>,
+    ) -> Result<Option<u64>, Error> {
+        let key = self.key(db, key)?;
+        let ticket = self.ticket(&key, Hold::Shared);
+        ticket.valid().await;
+        let trip = self.trip(Operation::Get);
+        let _pin = self.blocks.pin();
+        let mut buffer = self.buffers.take();
+        let Some(hit) = self.seek(&trip, &key, Want::Value, &mut buffer).await? else {
+            return Ok(None);
+        };
+        let block = self.parse(hit.word, &buffer[hit.block.unwrap_or_default()])?;
+        self.load(&trip, hit.word.place, &block, value).await?;
+        Ok(Some(hit.expiry))
+    }
+
+    /// Reads a value into a buffer of the store.
+    pub async fn get_pinned(&self, db: u8, key: &[u8]) -> Result<Option<Pinned<'_, B>>, Error> {
+        let pin = self.blocks.pin();
+        let mut value = self.buffers.take();
+        let expiry = self.get_into(db, key, &mut value).await?;
+        Ok(expiry.map(|expiry| Pinned { value, expiry, _pin: pin }))
+    }
+
+    /// Tests whether a key is there.
+    pub async fn exists(&self, db: u8, key: &[u8]) -> Result<bool, Error> {
+        Ok(self.expiry(db, key).await?.is_some())
+    }
+
+    /// The expiry of a key in milliseconds since 1970; 0: none. `None`: the key is not there.
+    pub async fn expiry(&self, db: u8, key: &[u8]) -> Result<Option<u64>, Error> {
+        let key = self.key(db, key)?;
+        let ticket = self.ticket(&key, Hold::Shared);
+        ticket.valid().await;
+        let trip = self.trip(Operation::Exists);
+        let _pin = self.blocks.pin();
+        let mut buffer = self.buffers.take();
+        let hit = self.seek(&trip, &key, Want::Presence, &mut buffer).await?;
+        Ok(hit.map(|hit| hit.expiry))
+    }
+
+    /// Looks for a key that has not expired. The caller holds a ticket and a pin.
+    async fn seek(
+        &self,
+        trip: &Trip<'_>,
+        key: &Key<'_>,
+        want: Want,
+        buffer: &mut Vec<u8>,
+    ) -> Result<Option<Hit>, Error> {
+        let mut before = None;
+        loop {
+            let Some(table) = self.database(key).table(key.hash.upper) else { return Ok(None) };
+            match self.look(trip, &table, key, want, buffer, None).await? {
+                Some(Seen { hit, .. }) => {
+                    let now = self.environment.now();
+                    let alive = hit.filter(|hit| !hit.is_expired(now));
+                    if let Some(hit) = &alive {
+                        self.used(&table, hit.slot, false);
+                    }
+                    return Ok(alive);
+                }
+                // The directory changes before the subtable does, so another subtable has the key
+                // now. The same one means that remote memory has a foreign prefix.
+                None => {
+                    let header = table.spot.header;
+                    if before == Some(header) {
+                        let what = Malformed("a bucket has the prefix of other keys");
+                        return Err(Error::Malformed { at: header.at(0), what });
+                    }
+                    before = Some(header);
+                }
+            }
+        }
+    }
+}

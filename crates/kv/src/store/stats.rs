@@ -1,0 +1,65 @@
+//! What a store holds.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::Store;
+use crate::blocks::{Blocks, Usage};
+use crate::environment::Environment;
+use crate::layout::directory::Sizes;
+use crate::layout::root::DATABASES;
+use crate::reach::Reach;
+
+/// Keys that the store itself has deleted.
+#[derive(Debug, Default)]
+pub(super) struct Removed {
+    pub evicted: AtomicU64,
+    pub expired: AtomicU64,
+    pub moved: AtomicU64,
+}
+
+/// What a store holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Keys of each database.
+    pub keys: [u64; DATABASES],
+    /// Bytes of remote memory, by use.
+    pub usage: Usage,
+    /// Bytes of directories and subtables, a part of `usage.live`.
+    pub index_bytes: u64,
+    /// Number of subtables.
+    pub tables: u64,
+    /// Keys evicted since the store was opened.
+    pub evicted: u64,
+    /// Expired keys deleted since the store was opened.
+    pub expired: u64,
+    /// Blocks moved by compaction since the store was opened.
+    pub moved: u64,
+}
+
+impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
+    /// What the store holds.
+    pub fn stats(&self) -> Stats {
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let mut stats = Stats {
+            usage: self.blocks.usage(),
+            evicted: load(&self.removed.evicted),
+            expired: load(&self.removed.expired),
+            moved: load(&self.removed.moved),
+            ..Stats::default()
+        };
+        for (db, database) in self.databases.iter().enumerate() {
+            stats.keys[db] = database.keys();
+            let root = database.root();
+            if root.header.is_none() {
+                continue;
+            }
+            let sizes = Sizes::of(root.depth, self.slab);
+            stats.index_bytes += (sizes.header_bytes() + 8 * sizes.words) as u64;
+            for table in database.tables() {
+                stats.tables += 1;
+                stats.index_bytes += table.blocks().map(|(_, bytes)| u64::from(bytes)).sum::<u64>();
+            }
+        }
+        stats
+    }
+}

@@ -1,0 +1,84 @@
+//! Counters of changes of watched keys.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use parking_lot::Mutex;
+
+use super::Store;
+use crate::blocks::Blocks;
+use crate::environment::Environment;
+use crate::error::Error;
+use crate::reach::Reach;
+use crate::ticket::Name;
+
+/// The watched keys.
+#[derive(Debug, Default)]
+pub(super) struct Watches {
+    /// Number of watches, so that a change without any takes no lock.
+    count: AtomicUsize,
+    keys: Mutex<HashMap<Name, Watched>>,
+}
+
+#[derive(Debug, Default)]
+struct Watched {
+    watches: usize,
+    changes: u64,
+}
+
+/// A watch on a key: tells whether the key has changed since.
+#[derive(Debug)]
+pub struct Watch<'s> {
+    watches: &'s Watches,
+    name: Name,
+    since: u64,
+}
+
+impl Watch<'_> {
+    /// True if the key was changed, deleted, found expired, or flushed since the watch began.
+    pub fn is_changed(&self) -> bool {
+        let keys = self.watches.keys.lock();
+        keys.get(&self.name).is_none_or(|key| key.changes != self.since)
+    }
+}
+
+impl Drop for Watch<'_> {
+    fn drop(&mut self) {
+        let mut keys = self.watches.keys.lock();
+        if let Some(key) = keys.get_mut(&self.name) {
+            key.watches -= 1;
+            if key.watches == 0 {
+                keys.remove(&self.name);
+            }
+        }
+        self.watches.count.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
+    /// Watches a key.
+    pub fn watch(&self, db: u8, key: &[u8]) -> Result<Watch<'_>, Error> {
+        let name = self.key(db, key)?.name();
+        let watches = &self.watches;
+        watches.count.fetch_add(1, Ordering::Relaxed);
+        let mut keys = watches.keys.lock();
+        let watched = keys.entry(name).or_default();
+        watched.watches += 1;
+        let since = watched.changes;
+        Ok(Watch { watches, name, since })
+    }
+
+    /// Notes a change of a key.
+    pub(super) fn touched(&self, name: Name) {
+        if self.watches.count.load(Ordering::Relaxed) != 0
+            && let Some(key) = self.watches.keys.lock().get_mut(&name)
+        {
+            key.changes += 1;
+        }
+    }
+
+    /// Notes a change of all keys.
+    pub(super) fn touched_all(&self) {
+        self.watches.keys.lock().values_mut().for_each(|key| key.changes += 1);
+    }
+}

@@ -1,0 +1,232 @@
+//! Several tasks at one store, in an order that a seed chooses.
+
+mod common;
+
+use std::borrow::Cow;
+use std::cell::RefCell;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use common::linear::{Did, History, seeds};
+use common::{COLUMNS, TestStore, World, block_on, settings};
+use kv::memory::{Arena, Client, Hand, Seeded, run};
+use kv::{Condition, Cursor, Error, Expiry, SetOptions, Store, Update, Wanted};
+
+type Task<'a> = Pin<Box<dyn Future<Output = ()> + 'a>>;
+
+fn name(key: u64) -> Vec<u8> {
+    format!("key-{key}").into_bytes()
+}
+
+/// A value of a length that depends on the number: short, or in pieces.
+fn encode(number: u64) -> Vec<u8> {
+    let mut bytes = number.to_be_bytes().to_vec();
+    bytes.resize(
+        if number.is_multiple_of(9) { 5000 } else { 8 + (number % 50) as usize },
+        number as u8,
+    );
+    bytes
+}
+
+fn decode(bytes: &[u8]) -> u64 {
+    let number = u64::from_be_bytes(bytes[..8].try_into().expect("eight bytes"));
+    assert_eq!(bytes, encode(number));
+    number
+}
+
+/// Random operations of one task. `serial` makes each written value unique.
+async fn operate(store: &TestStore, history: &History, seed: u64, task: u64, keys: u64) {
+    let mut random = Seeded::new(seed ^ task << 32);
+    for step in 0..12 {
+        let key = random.below(keys);
+        let number = task << 32 | step << 16 | random.below(1000);
+        let begin = history.tick();
+        match random.below(10) {
+            0..=2 => {
+                let value = store.get(0, &name(key)).await.expect("a read");
+                history.add(key, begin, Did::Get(value.map(|value| decode(&value))));
+            }
+            3..=5 => {
+                let options = SetOptions::default();
+                store.set(0, &name(key), &encode(number), options).await.expect("a write");
+                history.add(key, begin, Did::Set(number));
+            }
+            6 => {
+                let condition = Condition::IfAbsent;
+                let options = SetOptions { condition, ..SetOptions::default() };
+                let set = store.set(0, &name(key), &encode(number), options).await;
+                history.add(key, begin, Did::SetNew(number, set.expect("a write").is_set));
+            }
+            7 | 8 => {
+                let was_there = store.delete(0, &name(key)).await.expect("a deletion");
+                history.add(key, begin, Did::Delete(was_there));
+            }
+            _ => {
+                let mut old = None;
+                let swap = |value: Option<&[u8]>, _| {
+                    old = value.map(decode);
+                    Update::Put(Cow::Owned(encode(number)), Expiry::Never)
+                };
+                store.update(0, &name(key), swap).await.expect("an update");
+                history.add(key, begin, Did::Swap(number, old));
+            }
+        }
+    }
+}
+
+/// Merges, compacts and scans beside the others.
+async fn maintain(store: &TestStore, seed: u64) {
+    let mut random = Seeded::new(seed);
+    let mut cursor = Cursor::default();
+    for _ in 0..6 {
+        match random.below(3) {
+            0 => drop(store.merge(0).await.expect("a merge")),
+            1 => drop(store.compact(60).await.expect("a compaction")),
+            _ => cursor = store.scan(0, cursor, 5).await.expect("a scan").next,
+        }
+    }
+}
+
+/// Fills the store, so that subtables split and merge.
+async fn churn(store: &TestStore, seed: u64) {
+    let mut random = Seeded::new(seed);
+    for i in 0..70 {
+        let key = format!("filler-{i}");
+        if random.below(9) == 0 {
+            store.delete(0, key.as_bytes()).await.expect("a deletion");
+        } else {
+            let options = SetOptions::default();
+            store.set(0, key.as_bytes(), b"filler", options).await.expect("a write");
+        }
+    }
+}
+
+#[test]
+fn operations_are_linearizable_per_key() {
+    let mut splits = 0;
+    for seed in 0..seeds() {
+        let (_, form, mirror) = COLUMNS[seed as usize % 3];
+        let world = World::new(4096, 1 << 20, true, seed);
+        let lanes = (seed / 3 % 2) as u8;
+        let store = world.create(kv::Settings { lane_bits: lanes, ..settings(form, mirror, 1) });
+        let history = History::default();
+        let (history, store) = (&history, &store);
+        let keys = 2 + seed % 7;
+        let mut tasks: Vec<Task<'_>> = Vec::new();
+        for task in 0..2 + seed % 3 {
+            tasks.push(Box::pin(operate(store, history, seed, task + 1, keys)));
+        }
+        tasks.push(Box::pin(maintain(store, seed)));
+        tasks.push(Box::pin(churn(store, seed)));
+        run(seed, tasks);
+        history.check(seed);
+        splits += store.trips(kv::Operation::Split).operations;
+        block_on(store.flush_all()).expect("a flush");
+        // Root, journal, the journal's words.
+        assert_eq!(world.arena.used().len(), 2 + (1 << lanes), "seed {seed}: blocks were lost");
+    }
+    assert!(splits > seeds(), "{splits} splits in {} runs", seeds());
+}
+
+/// A task writes one number to two keys; another reads both in one call.
+#[test]
+fn calls_of_several_keys_are_atomic() {
+    for seed in 0..seeds() {
+        let (_, form, mirror) = COLUMNS[seed as usize % 3];
+        let world = World::new(4096, 1 << 20, true, seed);
+        let store = world.create(settings(form, mirror, 1));
+        let store = &store;
+        let write = |task: u64| async move {
+            let (one, two) = (name(1), name(2));
+            for step in 0..5 {
+                let keys = [&one, &two].map(|key| Wanted { db: 0, key, is_read: false });
+                let value = encode(task << 32 | step);
+                let put = |call: &mut kv::Transaction| {
+                    (0..2).for_each(|key| call.put(key, value.clone(), Expiry::Never));
+                };
+                store.atomically(&keys, put).await.expect("a change");
+            }
+        };
+        let read = || async {
+            let (one, two) = (name(1), name(2));
+            for _ in 0..8 {
+                let values = store.get_many(0, &[&one, &two]).await.expect("a read");
+                assert_eq!(values[0], values[1], "seed {seed}");
+            }
+        };
+        let tasks: Vec<Task<'_>> = vec![
+            Box::pin(write(1)),
+            Box::pin(write(2)),
+            Box::pin(read()),
+            Box::pin(churn(store, seed)),
+            Box::pin(maintain(store, seed)),
+        ];
+        run(seed, tasks);
+    }
+}
+
+/// The compute node crashes at a random verb, with several calls open; the successor's content must
+/// have an order with the open calls done or not.
+#[test]
+fn crashed_operations_are_linearizable_with_their_successor() {
+    for seed in 0..seeds() {
+        let (_, form, mirror) = COLUMNS[seed as usize % 3];
+        let world = World::new(4096, 1 << 20, true, seed);
+        let store = world.create(settings(form, mirror, 1));
+        let history = History::default();
+        let opened = RefCell::new(Vec::new());
+        let mut random = Seeded::new(seed);
+        world.client.crash_after(random.below(150));
+        {
+            let (store, history, opened) = (&store, &history, &opened);
+            let tasks = (1..4).map(|task| -> Task<'_> {
+                Box::pin(async move {
+                    let mut random = Seeded::new(seed ^ task << 40);
+                    for step in 0..12 {
+                        let (key, number) = (random.below(4), task << 32 | step);
+                        let begin = history.tick();
+                        let (key_bytes, value) = (name(key), encode(number));
+                        let set = store.set(0, &key_bytes, &value, SetOptions::default());
+                        match set.await {
+                            Ok(_) => history.add(key, begin, Did::Set(number)),
+                            Err(Error::Stopped(_) | Error::Interrupted) => {
+                                opened.borrow_mut().push((key, begin, number));
+                                return;
+                            }
+                            Err(error) => panic!("seed {seed}: {error}"),
+                        }
+                    }
+                })
+            });
+            run(seed, tasks.chain([Box::pin(churn_until_crash(store)) as Task<'_>]).collect());
+        }
+        let client = Arc::new(Client::new(world.memory.clone(), false));
+        let arena = Arena::new(world.memory.clone(), 0, 1 << 20);
+        let (hand, root) = (Hand::new(0, 5), store.root());
+        let opening = Store::open(client, arena, hand, settings(form, mirror, 1), root);
+        let successor = match block_on(opening) {
+            Ok(successor) => successor,
+            // The first owner ended before its store was whole.
+            Err(error) => panic!("seed {seed}: {error}"),
+        };
+        for key in 0..4 {
+            let begin = history.tick();
+            let value = block_on(successor.get(0, &name(key))).expect("a read");
+            history.add(key, begin, Did::Get(value.map(|value| decode(&value))));
+        }
+        for (key, begin, number) in opened.into_inner() {
+            history.add_open(key, begin, Did::Set(number));
+        }
+        history.check(seed);
+    }
+}
+
+async fn churn_until_crash(store: &TestStore) {
+    for i in 0..60 {
+        let key = format!("filler-{i}");
+        if store.set(0, key.as_bytes(), b"filler", SetOptions::default()).await.is_err() {
+            return;
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! A crash after every single verb of each operation, then recovery from the index alone.
+
+mod common;
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use common::{BEGIN, COLUMNS, TestStore, World, block_on, settings};
+use kv::memory::{Arena, Client, Hand};
+use kv::{Error, Expiry, Form, Operation, SetOptions, Store, Update, Wanted};
+
+type Model = BTreeMap<Vec<u8>, (Vec<u8>, u64)>;
+type Call = fn(&TestStore) -> Result<(), Error>;
+
+/// Keys of each store before the crash.
+const KEYS: u32 = 30;
+
+fn name(i: u32) -> Vec<u8> {
+    format!("key-{i}").into_bytes()
+}
+
+fn value(i: u32) -> Vec<u8> {
+    // Every fifth value is in pieces.
+    let bytes = if i.is_multiple_of(5) { 5000 } else { i as usize * 7 };
+    (0..bytes).map(|byte| (byte as u32 * 31 + i) as u8).collect()
+}
+
+fn fill(store: &TestStore, keys: std::ops::Range<u32>) {
+    for i in keys {
+        let expiry = if i % 3 == 0 { Expiry::At(BEGIN + 1000) } else { Expiry::Never };
+        let options = SetOptions { expiry, ..SetOptions::default() };
+        block_on(store.set(0, &name(i), &value(i), options)).expect("a write");
+    }
+}
+
+/// All keys of database 0, by name.
+fn content(store: &TestStore) -> Model {
+    let mut model = Model::new();
+    for i in 0..1000 {
+        if let Some(value) = block_on(store.get(0, &name(i))).expect("a read") {
+            let expiry = block_on(store.expiry(0, &name(i))).expect("a read").expect("is there");
+            model.insert(name(i), (value, expiry));
+        }
+    }
+    assert_eq!(store.len(0), model.len() as u64);
+    model
+}
+
+/// Opens the store of a crashed compute node with a new client and a new allocator.
+fn recover(world: &World, form: Form, mirror: bool, groups: u16) -> (TestStore, Arena) {
+    let client = Arc::new(Client::new(world.memory.clone(), false));
+    let arena = Arena::new(world.memory.clone(), 0, 1 << 20);
+    let root = kv::place::Place::default();
+    let hand = Hand::new(BEGIN, 5);
+    let opened = Store::open(client, arena.clone(), hand, settings(form, mirror, groups), root);
+    (block_on(opened).expect("a recovered store"), arena)
+}
+
+/// Crashes `call` after each of its verbs, and compares the recovered content with that before and
+/// after the call.
+fn crash_everywhere(what: &str, groups: u16, keys: u32, call: Call) {
+    for (column, form, mirror) in COLUMNS {
+        let begin = || {
+            let world = World::new(4096, 1 << 20, false, 1);
+            let store = world.create(settings(form, mirror, groups));
+            fill(&store, 0..keys);
+            (world, store)
+        };
+        let (_world, store) = begin();
+        let before = content(&store);
+        call(&store).expect("the call without a crash");
+        let after = content(&store);
+        let mut outcomes = BTreeSet::new();
+        for verbs in 0.. {
+            let (world, store) = begin();
+            world.client.crash_after(verbs);
+            let done = call(&store);
+            if done.is_ok() && !world.client.is_crashed() {
+                assert!(verbs > 0, "{what}, {column}: the call needs no verb");
+                break;
+            }
+            drop(store);
+            let (store, arena) = recover(&world, form, mirror, groups);
+            let found = content(&store);
+            assert!(found == before || found == after, "{what}, {column}: {verbs} verbs");
+            outcomes.insert(found == after);
+            assert!(done.is_err() || found == after, "{what}, {column}: acknowledged and lost");
+            check_use(&store, &arena, found);
+        }
+        assert!(outcomes.contains(&false) || before == after, "{what}, {column}");
+    }
+}
+
+/// Uses a recovered store: fills it, empties it, and looks for blocks that were lost.
+fn check_use(store: &TestStore, arena: &Arena, found: Model) {
+    assert_eq!(store.generation(), 2);
+    fill(store, 500..540);
+    for key in found.keys() {
+        assert!(block_on(store.delete(0, key)).expect("a deletion"));
+    }
+    for i in 500..540 {
+        assert_eq!(block_on(store.get(0, &name(i))).expect("a read"), Some(value(i)));
+        assert!(block_on(store.delete(0, &name(i))).expect("a deletion"));
+    }
+    block_on(store.flush(0)).expect("a flush");
+    // Root, journal and the journal's word.
+    assert_eq!(arena.used().len(), 3, "{:?}", arena.used());
+}
+
+#[test]
+fn set_of_a_new_key_survives_a_crash() {
+    crash_everywhere("set, new", 21, KEYS, |store| {
+        block_on(store.set(0, &name(200), &value(200), SetOptions::default())).map(drop)
+    });
+}
+
+#[test]
+fn set_of_a_key_survives_a_crash() {
+    crash_everywhere("set, there", 21, KEYS, |store| {
+        block_on(store.set(0, &name(10), b"other", SetOptions::default())).map(drop)
+    });
+}
+
+#[test]
+fn delete_survives_a_crash() {
+    crash_everywhere("delete", 21, KEYS, |store| block_on(store.delete(0, &name(10))).map(drop));
+}
+
+#[test]
+fn expire_survives_a_crash() {
+    crash_everywhere("expire", 21, KEYS, |store| {
+        block_on(store.expire(0, &name(4), BEGIN + 77, |_| true)).map(drop)
+    });
+}
+
+#[test]
+fn update_survives_a_crash() {
+    crash_everywhere("update", 21, KEYS, |store| {
+        let double = |value: Option<&[u8]>, _| {
+            let value = value.unwrap_or_default();
+            Update::Put(Cow::Owned([value, value].concat()), Expiry::Keep)
+        };
+        block_on(store.update(0, &name(5), double))
+    });
+}
+
+#[test]
+fn call_of_three_keys_survives_a_crash() {
+    crash_everywhere("atomically", 21, KEYS, |store| {
+        let keys = [name(3), name(200), name(5)];
+        let keys: Vec<_> = keys.iter().map(|key| Wanted { db: 0, key, is_read: true }).collect();
+        let change = |call: &mut kv::Transaction| {
+            let moved = call.get(0).expect("is there").to_vec();
+            call.put(1, moved, Expiry::Never);
+            call.delete(0);
+            call.put(2, value(45), Expiry::At(BEGIN + 9));
+        };
+        block_on(store.atomically(&keys, change))
+    });
+}
+
+#[test]
+fn split_survives_a_crash() {
+    // One group has 21 slots.
+    for (column, form, mirror) in COLUMNS {
+        let splits = (15..90).filter(|keys| crash_in_split(column, form, mirror, *keys)).count();
+        assert!(splits >= 5, "{column}: {splits} splits");
+    }
+}
+
+/// Crashes at each verb of a SET behind `keys` keys. False if this SET splits no subtable.
+fn crash_in_split(column: &str, form: Form, mirror: bool, keys: u32) -> bool {
+    for verbs in 0.. {
+        let world = World::new(4096, 1 << 20, false, 1);
+        let store = world.create(settings(form, mirror, 1));
+        fill(&store, 0..keys);
+        let before = content(&store);
+        let set = || store.set(0, b"key-300", b"new", SetOptions::default());
+        if verbs == 0 {
+            let splits = || store.trips(Operation::Split).operations;
+            let counted = splits();
+            block_on(set()).expect("a write");
+            if splits() == counted {
+                return false;
+            }
+            continue;
+        }
+        world.client.crash_after(verbs - 1);
+        let done = block_on(set());
+        if done.is_ok() && !world.client.is_crashed() {
+            break;
+        }
+        drop(store);
+        let (store, arena) = recover(&world, form, mirror, 1);
+        let mut found = content(&store);
+        let new = found.remove(&name(300));
+        assert_eq!(found, before, "{column}: {keys} keys, {verbs} verbs");
+        found.extend(new.map(|new| (name(300), new)));
+        check_use(&store, &arena, found);
+    }
+    true
+}

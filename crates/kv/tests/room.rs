@@ -1,0 +1,139 @@
+//! Eviction, expiry, compaction and statistics.
+
+mod common;
+
+use common::{BEGIN, COLUMNS, World, block_on, settings, store};
+use kv::{Candidates, Eviction, Expiry, Form, Measure, SetOptions, Settings};
+
+fn name(i: u32) -> Vec<u8> {
+    format!("key-{i}").into_bytes()
+}
+
+#[test]
+fn keys_used_least_are_evicted_first() {
+    for (column, form, mirror) in COLUMNS {
+        for measure in [Measure::Recency, Measure::Frequency] {
+            let world = World::new(4096, 1 << 20, false, 3);
+            let store = world.create(Settings { measure, ..settings(form, mirror, 2) });
+            for i in 0..200 {
+                block_on(store.set(0, &name(i), b"value", SetOptions::default())).expect("a write");
+            }
+            for round in 0..40 {
+                world.hand.advance(10_000);
+                for i in 0..100 {
+                    if (round + i) % 2 == 0 {
+                        block_on(store.get(0, &name(i))).expect("a read");
+                    }
+                }
+            }
+            for _ in 0..60 {
+                let by = Eviction::LeastUsed;
+                assert!(block_on(store.evict(Candidates::All, by)).expect("an eviction"));
+            }
+            assert_eq!((store.len(0), store.stats().evicted), (140, 60));
+            let left =
+                (0..100).filter(|i| block_on(store.exists(0, &name(*i))).expect("a read")).count();
+            assert!(left >= 84, "{column}, {measure:?}: {left} of 100 used keys are left");
+        }
+    }
+}
+
+#[test]
+fn volatile_keys_are_evicted_by_their_expiry() {
+    for (column, form, mirror) in COLUMNS {
+        let (_world, store) = store(form, mirror, 1);
+        for i in 0..60 {
+            let expiry =
+                if i < 20 { Expiry::At(BEGIN + 1000 + u64::from(i)) } else { Expiry::Never };
+            let options = SetOptions { expiry, ..SetOptions::default() };
+            block_on(store.set(3, &name(i), b"value", options)).expect("a write");
+        }
+        for by in [Eviction::SoonestExpiry, Eviction::Random] {
+            for _ in 0..10 {
+                let found = block_on(store.evict(Candidates::Volatile, by)).expect("an eviction");
+                assert!(found, "{column}");
+            }
+        }
+        assert!(!block_on(store.evict(Candidates::Volatile, Eviction::Random)).expect("none"));
+        for i in 20..60 {
+            assert!(block_on(store.exists(3, &name(i))).expect("a read"), "{column}");
+        }
+        assert_eq!(store.len(3), 40);
+        for _ in 0..40 {
+            assert!(block_on(store.evict(Candidates::All, Eviction::Random)).expect("a key"));
+        }
+        assert!(!block_on(store.evict(Candidates::All, Eviction::Random)).expect("none"));
+    }
+}
+
+#[test]
+fn expired_keys_are_never_seen_and_are_swept() {
+    for (column, form, mirror) in COLUMNS {
+        let (world, store) = store(form, mirror, 2);
+        for i in 0..50 {
+            let expiry = Expiry::At(BEGIN + u64::from(i) + 1);
+            let options = SetOptions { expiry, ..SetOptions::default() };
+            block_on(store.set(0, &name(i), b"value", options)).expect("a write");
+        }
+        // A key whose expiry moved, and one that has none any more.
+        assert!(block_on(store.expire(0, &name(3), BEGIN + 40, |_| true)).expect("a change"));
+        assert!(block_on(store.expire(0, &name(4), 0, |_| true)).expect("a change"));
+        world.hand.advance(30);
+        let alive = |i: u32| block_on(store.get(0, &name(i))).expect("a read").is_some();
+        assert!(!alive(29) && alive(30) && alive(3) && alive(4), "{column}");
+        assert_eq!((store.len(0), store.next_expiry()), (50, Some(BEGIN + 1)));
+        assert_eq!(block_on(store.sweep(1000)).expect("a sweep"), 28);
+        assert_eq!((store.len(0), store.stats().expired), (22, 28));
+        world.hand.advance(30);
+        assert_eq!(block_on(store.sweep(1000)).expect("a sweep"), 21);
+        assert_eq!((store.len(0), store.next_expiry()), (1, None));
+    }
+}
+
+#[test]
+fn compaction_gives_chunks_back() {
+    for (column, form, mirror) in COLUMNS {
+        let (world, store) = store(form, mirror, 21);
+        let value = [7; 976];
+        for i in 0..1000 {
+            block_on(store.set(0, &name(i), &value, SetOptions::default())).expect("a write");
+        }
+        let full = store.stats();
+        assert!(full.usage.chunks >= 250, "{column}: {full:?}");
+        for i in (0..1000).filter(|i| i % 10 != 0) {
+            block_on(store.delete(0, &name(i))).expect("a deletion");
+        }
+        let sparse = store.stats();
+        while block_on(store.compact(90)).expect("a compaction") > 0 {}
+        let compact = store.stats();
+        let freed = full.usage.chunks - compact.usage.chunks;
+        assert!(freed * 100 >= (full.usage.chunks - sparse.index_bytes / 4096) * 85, "{column}");
+        assert_eq!(compact.usage.live, sparse.usage.live);
+        assert!(compact.moved > 50, "{column}: {compact:?}");
+        for i in (0..1000).step_by(10) {
+            let read = block_on(store.get(0, &name(i))).expect("a read");
+            assert_eq!(read.as_deref(), Some(&value[..]), "{column}");
+        }
+        block_on(store.flush_all()).expect("a flush");
+        let empty = store.stats();
+        assert_eq!((empty.index_bytes, empty.tables, empty.keys), (0, 0, [0; 16]));
+        assert_eq!(world.arena.used().len(), 3);
+    }
+}
+
+#[test]
+fn full_pool_is_an_error_and_the_store_goes_on() {
+    let world = World::new(4096, 12, false, 1);
+    let store = world.create(settings(Form::Fused, true, 21));
+    let mut written = 0;
+    let full = loop {
+        match block_on(store.set(0, &name(written), &[1; 900], SetOptions::default())) {
+            Ok(_) => written += 1,
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(full, kv::Error::NoBlock(kv::blocks::NoBlock::Full));
+    assert!(block_on(store.evict(Candidates::All, Eviction::Random)).expect("an eviction"));
+    block_on(store.set(0, b"another", &[1; 900], SetOptions::default())).expect("a write");
+    assert_eq!(store.len(0), u64::from(written));
+}

@@ -1,0 +1,105 @@
+//! The round trips of each operation, to the number, in each form.
+
+mod common;
+
+use std::borrow::Cow;
+
+use common::{BEGIN, COLUMNS, block_on, store};
+use kv::{Expiry, Operation, SetOptions, Update};
+
+/// The table of the design: published; fused with a remote index; fused and mirrored.
+const TABLE: [(&str, [u64; 3]); 9] = [
+    ("get, hit", [2, 2, 1]),
+    ("get, miss", [1, 1, 0]),
+    ("set, new key", [3, 2, 1]),
+    ("set, key there", [3, 3, 1]),
+    ("delete", [3, 3, 1]),
+    ("update", [4, 3, 2]),
+    ("expire", [3, 3, 1]),
+    ("persist", [3, 3, 1]),
+    ("exists", [2, 2, 0]),
+];
+
+#[test]
+fn round_trips_are_those_of_the_table() {
+    for (column, (name, form, mirror)) in COLUMNS.into_iter().enumerate() {
+        let (world, store) = store(form, mirror, 21);
+        let mut taken = Vec::new();
+        let set = |key: &'static [u8]| store.set(0, key, b"value", SetOptions::default());
+        // The first write creates the directory.
+        block_on(set(b"first")).expect("a write");
+        let mut measure = |what: &'static str, operation: &mut dyn FnMut()| {
+            let before = world.client.waits();
+            operation();
+            taken.push((what, world.client.waits() - before));
+        };
+        measure("set, new key", &mut || drop(block_on(set(b"key")).expect("a write")));
+        measure("set, key there", &mut || drop(block_on(set(b"key")).expect("a write")));
+        measure("get, hit", &mut || {
+            assert_eq!(
+                block_on(store.get(0, b"key")).expect("a read").as_deref(),
+                Some(&b"value"[..])
+            );
+        });
+        measure("get, miss", &mut || {
+            assert_eq!(block_on(store.get(0, b"absent")).expect("a read"), None);
+        });
+        measure("update", &mut || {
+            let append = |value: Option<&[u8]>, _| {
+                let longer = [value.unwrap_or_default(), b"+"].concat();
+                Update::Put(Cow::Owned(longer), Expiry::Keep)
+            };
+            block_on(store.update(0, b"key", append)).expect("an update");
+        });
+        measure("expire", &mut || {
+            assert!(block_on(store.expire(0, b"key", BEGIN + 5, |_| true)).expect("a change"));
+        });
+        measure("persist", &mut || {
+            assert!(block_on(store.expire(0, b"key", 0, |at| at == BEGIN + 5)).expect("a change"));
+        });
+        measure("exists", &mut || assert!(block_on(store.exists(0, b"key")).expect("a read")));
+        measure("delete", &mut || assert!(block_on(store.delete(0, b"key")).expect("a deletion")));
+        for (what, expected) in TABLE {
+            let found = taken.iter().find(|(taken, _)| *taken == what).expect("measured");
+            assert_eq!(found.1, expected[column], "{name}: {what}");
+        }
+        assert_eq!(store.trips(Operation::Delete).waits, TABLE[4].1[column]);
+        assert_eq!(store.len(0), 1);
+    }
+}
+
+#[test]
+fn value_in_pieces_takes_one_round_trip_more() {
+    for (column, (name, form, mirror)) in COLUMNS.into_iter().enumerate() {
+        let (world, store) = store(form, mirror, 21);
+        let value: Vec<u8> = (0..40_000_u32).map(|i| (i * i) as u8).collect();
+        let set = |key: &'static [u8]| store.set(0, key, &value, SetOptions::default());
+        block_on(set(b"first")).expect("a write");
+        let before = world.client.waits();
+        block_on(set(b"key")).expect("a write");
+        let middle = world.client.waits();
+        assert_eq!(middle - before, TABLE[2].1[column] + 1, "{name}: set");
+        assert_eq!(block_on(store.get(0, b"key")).expect("a read").as_ref(), Some(&value));
+        assert_eq!(world.client.waits() - middle, TABLE[0].1[column] + 1, "{name}: get");
+        block_on(store.delete(0, b"key")).expect("a deletion");
+        block_on(store.delete(0, b"first")).expect("a deletion");
+    }
+}
+
+#[test]
+fn split_takes_the_round_trips_of_the_table() {
+    for (column, (name, form, mirror)) in COLUMNS.into_iter().enumerate() {
+        let (_world, store) = store(form, mirror, 2);
+        for i in 0..2000_u32 {
+            let key = i.to_be_bytes();
+            block_on(store.set(0, &key, &key, SetOptions::default())).expect("a write");
+        }
+        let splits = store.trips(Operation::Split);
+        assert!(splits.operations > 20, "{name}: {splits:?}");
+        assert_eq!(splits.waits, splits.operations * [5, 5, 3][column], "{name}");
+        for i in 0..2000_u32 {
+            let key = i.to_be_bytes();
+            assert_eq!(block_on(store.get(0, &key)).expect("a read").as_deref(), Some(&key[..]));
+        }
+    }
+}
