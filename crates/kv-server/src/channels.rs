@@ -170,7 +170,7 @@ mod tests {
         let limit = OutputLimit { hard: 1000, soft: 0, soft_s: 0 };
         let slow = client(1);
         channels.subscribe(To::Channel, &Arc::from(&b"c"[..]), &slow);
-        for _ in 0..20 {
+        for _ in 0..15 {
             channels.publish(b"c", &[b'x'; 20], limit);
         }
         assert!(!slow.has(crate::client::flag::KILLED));

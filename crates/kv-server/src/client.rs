@@ -139,11 +139,6 @@ impl Client {
         self.waker.wake_by_ref();
     }
 
-    /// Makes the connection's task look at its flags.
-    pub(crate) fn wake(&self) {
-        self.waker.wake_by_ref();
-    }
-
     /// Appends bytes to the mail, unless the connection does not read for too long: then ends it.
     pub(crate) fn send(&self, limit: OutputLimit, write: impl FnOnce(&mut Vec<u8>)) {
         if self.has(flag::KILLED) {

@@ -24,8 +24,8 @@ use crate::worker::Worker;
 const READ_BYTES: usize = 16 << 10;
 /// A value of this length is read into memory of its own.
 const LARGE_BYTES: usize = 16 << 10;
-/// Bytes of a read of a large value.
-const LARGE_READ_BYTES: usize = 1 << 20;
+/// Least growth of the memory of a large value.
+const LARGE_GROWTH_BYTES: usize = 1 << 20;
 /// Replies of this length are sent before the next command is executed.
 const FLUSH_BYTES: usize = 64 << 10;
 /// Commands that a connection executes before other connections have their turn.
@@ -307,13 +307,13 @@ impl<K: Keyspace> Connection<K> {
         }
         let taken = match self.large.last_mut().filter(|_| self.missing > 0) {
             Some(large) => {
-                let most = self.missing.min(LARGE_READ_BYTES);
                 // Memory follows the bytes that came, not the length that was announced.
-                let spare = large.bytes.capacity() - large.bytes.len();
-                if spare < most {
-                    let more = large.bytes.len().max(LARGE_READ_BYTES).min(self.missing);
-                    large.bytes.reserve_exact(more);
+                if large.bytes.len() == large.bytes.capacity() {
+                    let more = large.bytes.len().max(LARGE_GROWTH_BYTES);
+                    large.bytes.reserve_exact(more.min(self.missing));
                 }
+                let spare = large.bytes.capacity() - large.bytes.len();
+                let most = spare.min(self.missing);
                 self.stream.read(&mut large.bytes, most)
             }
             None => self.stream.read(&mut self.input, READ_BYTES),

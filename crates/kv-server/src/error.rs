@@ -28,7 +28,9 @@ pub enum Error {
     #[error("reading the users: {0}; correct the rules")]
     Users(String),
     /// No address is listened at.
-    #[error("starting the server: no port and no unixsocket is set; set port, tls-port or unixsocket")]
+    #[error(
+        "starting the server: no port and no unixsocket is set; set port, tls-port or unixsocket"
+    )]
     NoAddress,
     /// The system refused a call.
     #[error("{attempt}: {cause}; raise the limits of the system or lower io-threads")]

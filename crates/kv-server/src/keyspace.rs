@@ -94,7 +94,11 @@ pub trait Keyspace: Send + Sync + Sized + 'static {
     /// # Errors
     ///
     /// A text for the operator; SHUTDOWN then does not end the server.
-    fn finish(&self, worker: &Worker, save: Option<bool>) -> impl Future<Output = Result<(), String>>;
+    fn finish(
+        &self,
+        worker: &Worker,
+        save: Option<bool>,
+    ) -> impl Future<Output = Result<(), String>>;
 
     /// Takes completions and wakes the futures that wait for them. Returns their number.
     fn poll(&self) -> usize;

@@ -20,8 +20,8 @@
 //! A thread runs to completion and shares nothing that makes another one wait. A connection is one
 //! task on one thread, so its pipeline is executed in order and answered with one write.
 
-pub mod client;
 mod channels;
+pub mod client;
 mod commands;
 pub mod config;
 mod connection;
@@ -43,8 +43,6 @@ pub mod session;
 mod slowlog;
 mod start;
 pub mod stats;
-#[cfg(test)]
-mod tests;
 mod users;
 pub mod worker;
 

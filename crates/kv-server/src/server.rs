@@ -48,10 +48,6 @@ impl Clients {
         self.count.fetch_sub(1, Ordering::AcqRel);
     }
 
-    pub fn count(&self) -> usize {
-        self.count.load(Ordering::Acquire)
-    }
-
     pub fn add(&self, client: &Arc<Client>) {
         self.all.lock().insert(client.id, client.clone());
     }
@@ -237,12 +233,8 @@ impl Server {
 
     /// Asks the server to save if the configuration says so, and to end.
     pub(crate) fn ask_to_end(&self) {
-        let before = self.ending.compare_exchange(
-            RUNNING,
-            ASKED,
-            Ordering::AcqRel,
-            Ordering::Acquire,
-        );
+        let before =
+            self.ending.compare_exchange(RUNNING, ASKED, Ordering::AcqRel, Ordering::Acquire);
         if before.is_ok() {
             self.threads[0].start(Job::Finish);
         }

@@ -8,16 +8,8 @@ use redis_formats::reply::Protocol;
 use crate::context::Context;
 use crate::keyspace::Keyspace;
 
-const OWN: [&str; 8] = [
-    "sleep",
-    "set-active-expire",
-    "error",
-    "protocol",
-    "log",
-    "help",
-    "pause-cron",
-    "replybuffer",
-];
+const OWN: [&str; 8] =
+    ["sleep", "set-active-expire", "error", "protocol", "log", "help", "pause-cron", "replybuffer"];
 
 const HELP: [&str; 21] = [
     "DEBUG <subcommand> [<arg> [value] [opt] ...]. Subcommands are:",

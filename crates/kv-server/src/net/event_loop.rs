@@ -90,7 +90,8 @@ pub(crate) fn run<K: Keyspace>(
     store: Arc<K>,
     index: usize,
 ) -> Result<(), Error> {
-    let error = |attempt| move |cause: rustix::io::Errno| Error::System { attempt, cause: cause.into() };
+    let error =
+        |attempt| move |cause: rustix::io::Errno| Error::System { attempt, cause: cause.into() };
     let ready = server.threads[index].ready.clone();
     let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(error("creating an epoll"))?;
     let (data, flags) = (epoll::EventData::new_u64(WAKE_UP), epoll::EventFlags::IN);
@@ -127,7 +128,9 @@ pub(crate) fn run<K: Keyspace>(
         if is_busy && turns % TURNS_MAX != 0 {
             continue;
         }
-        poller.wait(&worker, &*store, &ready, is_busy, cron_ns).map_err(error("waiting for sockets"))?;
+        poller
+            .wait(&worker, &*store, &ready, is_busy, cron_ns)
+            .map_err(error("waiting for sockets"))?;
         worker.tick();
         worker.timers.fire(worker.now_ns());
         if worker.now_ns() >= cron_ns {
@@ -182,7 +185,9 @@ impl Poller {
         };
         self.entries[slot] = Some(Entry { readiness, client, generation });
         let data = epoll::EventData::new_u64(u64::from(generation) << 32 | slot as u64);
-        let flags = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::RDHUP
+        let flags = epoll::EventFlags::IN
+            | epoll::EventFlags::OUT
+            | epoll::EventFlags::RDHUP
             | epoll::EventFlags::ET;
         let added = match job {
             Job::Serve(accepted) => epoll::add(&self.epoll, &accepted.fd, data, flags),

@@ -271,10 +271,7 @@ mod tests {
             assert!(ready.begin_sleep());
             let waker = waker.clone();
             let other = std::thread::spawn(move || waker.wake());
-            let mut fds = [rustix::event::PollFd::new(
-                &ready.event,
-                rustix::event::PollFlags::IN,
-            )];
+            let mut fds = [rustix::event::PollFd::new(&ready.event, rustix::event::PollFlags::IN)];
             rustix::event::poll(&mut fds, None).unwrap();
             ready.end_sleep();
             other.join().unwrap();
