@@ -125,6 +125,7 @@ fn operations_are_linearizable_per_key() {
         block_on(store.flush_all()).expect("a flush");
         // Root, journal, the journal's words.
         assert_eq!(world.arena.used().len(), 2 + (1 << lanes), "seed {seed}: blocks were lost");
+        assert_eq!(world.arena.wrong_frees(), 0, "seed {seed}");
     }
     assert!(splits > seeds(), "{splits} splits in {} runs", seeds());
 }

@@ -155,6 +155,12 @@ impl Root {
     }
 }
 
+/// Renews the checksum of a root whose bytes were changed.
+pub fn reseal(bytes: &mut [u8; ROOT_BYTES]) {
+    let crc = crc(bytes);
+    put(bytes, CRC, crc.into());
+}
+
 fn fixed(bytes: &[u8]) -> Result<Fixed, Malformed> {
     let pair = |at: usize| half(bytes, at & !3).to_be_bytes();
     let short = |at: usize| u16::from_be_bytes([pair(at)[at & 2], pair(at)[(at & 2) + 1]]);

@@ -27,6 +27,7 @@ struct State {
     retired: VecDeque<(u64, Place)>,
     pins: BTreeMap<u64, usize>,
     clock: u64,
+    wrong_frees: u64,
 }
 
 #[derive(Debug)]
@@ -74,8 +75,14 @@ impl Arena {
             retired: VecDeque::new(),
             pins: BTreeMap::new(),
             clock: 0,
+            wrong_frees: 0,
         };
         Self { state: Arc::new(Mutex::new(state)), memory }
+    }
+
+    /// Frees of blocks that were not in use.
+    pub fn wrong_frees(&self) -> u64 {
+        self.state.lock().wrong_frees
     }
 
     /// The blocks that are in use and not retired.
@@ -122,9 +129,15 @@ impl State {
     fn free(&mut self, memory: &Memory, place: Place) {
         let at = place.at(0).offset;
         let number = at / u64::from(memory.chunk());
-        let chunk = self.chunks.get_mut(&number).expect("a freed block lies in a chunk");
+        let Some(chunk) = self.chunks.get_mut(&number) else {
+            self.wrong_frees += 1;
+            return;
+        };
         let i = (at % u64::from(memory.chunk())) as u32 / chunk.bytes;
-        assert!(chunk.used.remove(&i), "block {place} is freed twice");
+        if !chunk.used.remove(&i) {
+            self.wrong_frees += 1;
+            return;
+        }
         memory.write(place.at(0), &vec![0xdb; chunk.bytes as usize]);
         if chunk.used.is_empty() {
             self.chunks.remove(&number);

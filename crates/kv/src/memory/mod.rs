@@ -14,11 +14,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 
 pub use arena::Arena;
+pub(crate) use schedule::{GOLDEN, mixed};
 pub use schedule::{Seeded, run, turn};
 
 use crate::environment::Environment;
 use crate::place::Address;
 use crate::reach::{Range, Reach, Step, Stopped};
+
+/// End of the addresses of a memory node.
+const END: u64 = 1 << 32;
 
 /// Bytes of memory nodes.
 #[derive(Debug, Default)]
@@ -133,6 +137,9 @@ impl Client {
             }
             return Err(Stopped::Lost("the compute node has crashed".into()));
         }
+        if step.at().offset >= END {
+            return Err(Stopped::Refused("the address is beyond the memory".into()));
+        }
         match step {
             Step::Read { at, into } => self.memory.read(*at, into),
             Step::Write { at, from } => self.memory.write(*at, from),
@@ -212,7 +219,7 @@ impl Environment for Arc<Hand> {
     }
 
     fn random(&self) -> u64 {
-        let state = self.random.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
-        schedule::mix(state)
+        let state = self.random.fetch_add(GOLDEN, Ordering::Relaxed);
+        mixed(state)
     }
 }

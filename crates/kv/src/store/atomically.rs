@@ -228,7 +228,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         }
         let mut buffer = self.buffers.take();
         let Some(found) = self.look_all(trip, &sought, &mut buffer).await? else {
-            return Ok(Tried::Again);
+            // All subtables cover their keys, and no split or merge runs inside the gates.
+            return Err(self.foreign_prefix(sought[0].table.as_ref().unwrap_or(entered[0].table())));
         };
         let states = self.states(trip, &sought, &found, &buffer).await?;
         let mut transaction = Transaction { same: same.to_vec(), states };

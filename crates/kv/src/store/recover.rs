@@ -30,6 +30,9 @@ use crate::place::Place;
 use crate::reach::{Reach, Step};
 use crate::table::{Entry, Local, Mirror, Table};
 
+/// Changes beyond which a journal is not believed.
+const CHANGES_MAX: usize = 1 << 24;
+
 /// Blocks in use: place, bytes and lane.
 type Used = Vec<(Place, u32, u32)>;
 
@@ -136,10 +139,16 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             bytes.resize(length as usize, 0);
             self.run(trip, &mut [Step::Read { at: place.at(0), into: &mut bytes }]).await?;
             let Ok((more, next)) = journal::parse(place, &bytes) else { return Ok(None) };
+            if more.is_empty() || changes.len() > CHANGES_MAX {
+                return Ok(None);
+            }
             changes.extend(more);
             word = next;
         }
         for change in &changes {
+            if !change.slot.offset.is_multiple_of(8) {
+                return Ok(None);
+            }
             let Some(slot) = Slot::parse(change.new) else { continue };
             bytes.clear();
             if self.read_block(trip, slot, &mut bytes).await.is_err()
@@ -151,7 +160,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         Ok(Some(changes))
     }
 
-    fn is_in_slab(&self, place: Place, bytes: u32) -> bool {
+    pub(super) fn is_in_slab(&self, place: Place, bytes: u32) -> bool {
         let start = place.at(0).offset % u64::from(self.slab);
         start + u64::from(bytes) <= u64::from(self.slab)
     }

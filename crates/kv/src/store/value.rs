@@ -10,8 +10,8 @@ use crate::blocks::Blocks;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::layout::block::{
-    self, Block, HEADER_BYTES, Head, Kind, LIST_HEAD_BYTES, VALUE_MAX, list_bytes, list_head,
-    piece_word, string_bytes,
+    self, Block, Head, Kind, LIST_HEAD_BYTES, VALUE_MAX, list_bytes, list_head, piece_word,
+    string_bytes,
 };
 use crate::layout::table::Slot;
 use crate::layout::{Malformed, class};
@@ -201,20 +201,26 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         for piece in list.pieces() {
             pieces.push(piece.map_err(&malformed)?);
         }
+        let most = (block.head.value as usize).div_ceil(self.slab as usize);
         let mut next = list.next;
         let mut bytes = self.buffers.take();
         while let Some((place, length)) = next {
             let malformed = Error::malformed(place.at(0));
-            if length > self.slab || pieces.len() > VALUE_MAX / HEADER_BYTES {
-                return Err(malformed(Malformed("a list of pieces is too long")));
+            if !self.is_in_slab(place, length) {
+                return Err(malformed(Malformed("a list of pieces reaches beyond its slab")));
             }
             lists.push((place, length));
             bytes.resize(length as usize, 0);
             self.run(trip, &mut [Step::Read { at: place.at(0), into: &mut bytes }]).await?;
             let block = Block::parse(place, &bytes).map_err(&malformed)?;
             let list = block.list().map_err(&malformed)?;
+            let before = pieces.len();
             for piece in list.pieces() {
                 pieces.push(piece.map_err(&malformed)?);
+            }
+            // Each list has a piece, so lists that name each other end here too.
+            if pieces.len() == before || pieces.len() > most {
+                return Err(malformed(Malformed("a list of pieces has too many or no pieces")));
             }
             next = list.next;
         }
