@@ -122,8 +122,6 @@ fn write(
 
 #[cfg(test)]
 mod tests {
-    use std::task::Waker;
-
     use super::*;
     use crate::client::Origin;
 
@@ -138,7 +136,7 @@ mod tests {
             is_unix: false,
             user: Arc::from(&b"default"[..]),
         };
-        Arc::new(Client::new(origin, Waker::noop().clone()))
+        Arc::new(Client::new(origin))
     }
 
     #[test]

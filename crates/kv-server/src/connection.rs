@@ -64,6 +64,9 @@ pub(crate) async fn serve<K: Keyspace>(accepted: Accepted, seat: Seat<K>) {
     let worker = seat.worker.clone();
     match Stream::new(accepted.fd, accepted.tls) {
         Ok(stream) => {
+            // Other threads end or wake the connection from now on.
+            let waker = poll_fn(|cx| Poll::Ready(cx.waker().clone())).await;
+            client.set_waker(waker);
             let login = worker.server.users.first_login();
             let mut connection = Connection::<K> {
                 stream,
@@ -238,12 +241,7 @@ impl<K: Keyspace> Connection<K> {
                     self.readiness.writable.set(false);
                     self.note_buffers(self.out.len() - sent);
                     let (client, readiness) = (&self.session.client, &self.readiness);
-                    poll_fn(|_| match () {
-                        () if client.has(flag::KILLED) => Poll::Ready(()),
-                        () if readiness.writable.get() => Poll::Ready(()),
-                        () => Poll::Pending,
-                    })
-                    .await;
+                    readiness.wait(|| client.has(flag::KILLED) || readiness.writable.get()).await;
                     if client.has(flag::KILLED) {
                         return Err(ErrorKind::ConnectionAborted.into());
                     }
@@ -291,12 +289,9 @@ impl<K: Keyspace> Connection<K> {
 
     async fn wait(&self) {
         let (client, readiness, stream) = (&self.session.client, &self.readiness, &self.stream);
-        poll_fn(|_| match () {
-            () if client.has(flag::EVENTS) || readiness.readable.get() => Poll::Ready(()),
-            () if stream.holds_bytes() && readiness.writable.get() => Poll::Ready(()),
-            () => Poll::Pending,
-        })
-        .await;
+        let has_room = || stream.holds_bytes() && readiness.writable.get();
+        let is_awaited = || client.has(flag::EVENTS) || readiness.readable.get() || has_room();
+        readiness.wait(is_awaited).await;
     }
 
     /// Reads once. Returns whether bytes were read.

@@ -41,6 +41,9 @@ pub enum Error {
         #[source]
         cause: std::io::Error,
     },
+    /// The system refused an event.
+    #[error(transparent)]
+    Event(#[from] verbs::Error),
     /// The server has ended because of an error.
     #[error("running the server: {0}")]
     Ended(String),

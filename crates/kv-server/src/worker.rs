@@ -26,7 +26,6 @@ pub struct Worker {
     now_ms: Cell<u64>,
     now_ns: Cell<u64>,
     buffers: RefCell<Vec<Vec<u8>>>,
-    generation: Cell<u32>,
 }
 
 impl Worker {
@@ -39,7 +38,6 @@ impl Worker {
             now_ms: Cell::new(0),
             now_ns: Cell::new(0),
             buffers: RefCell::default(),
-            generation: Cell::new(0),
         };
         worker.tick();
         worker
@@ -100,14 +98,6 @@ impl Worker {
             Poll::Pending
         })
         .await;
-    }
-
-    /// A number that no task of the thread has.
-    pub(crate) fn next_generation(&self) -> u32 {
-        // The highest number belongs to the event that ends the sleep.
-        let generation = self.generation.get() % (u32::MAX - 1) + 1;
-        self.generation.set(generation);
-        generation
     }
 
     /// An empty buffer.
