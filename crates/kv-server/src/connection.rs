@@ -241,6 +241,7 @@ impl<K: Keyspace> Connection<K> {
                     self.readiness.writable.set(false);
                     self.note_buffers(self.out.len() - sent);
                     let (client, readiness) = (&self.session.client, &self.readiness);
+                    let _rest = self.worker.rest();
                     readiness.wait(|| client.has(flag::KILLED) || readiness.writable.get()).await;
                     if client.has(flag::KILLED) {
                         return Err(ErrorKind::ConnectionAborted.into());
@@ -291,6 +292,7 @@ impl<K: Keyspace> Connection<K> {
         let (client, readiness, stream) = (&self.session.client, &self.readiness, &self.stream);
         let has_room = || stream.holds_bytes() && readiness.writable.get();
         let is_awaited = || client.has(flag::EVENTS) || readiness.readable.get() || has_room();
+        let _rest = self.worker.rest();
         readiness.wait(is_awaited).await;
     }
 

@@ -255,6 +255,7 @@ async fn wait_for_pause<K: Keyspace>(context: &Context<'_, K>) -> bool {
     let holds = || server.pause.holds(context.command, writes, worker.now_ms());
     let Some(mut until_ms) = holds() else { return true };
     client.set(flag::PAUSED);
+    let _rest = worker.rest();
     poll_fn(|cx| {
         if client.has(flag::KILLED) || server.is_ending() {
             return Poll::Ready(());

@@ -65,6 +65,7 @@ pub(crate) async fn accept<K: Keyspace>(listener: Listener, seat: &Seat<K>) {
 
 /// Waits until the socket is readable. Returns false if the server ends.
 async fn readable(readiness: &Readiness, worker: &Worker) -> bool {
+    let _rest = worker.rest();
     readiness.wait(|| worker.server.is_ending() || readiness.readable.get()).await;
     !worker.server.is_ending()
 }

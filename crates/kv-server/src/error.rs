@@ -44,6 +44,18 @@ pub enum Error {
     /// The system refused an event.
     #[error(transparent)]
     Event(#[from] verbs::Error),
+    /// The scheme of the pool is not for stores.
+    #[error(
+        "creating the store: the scheme of the pool has no chunks that a store can divide; use a \
+         memory node with another scheme, for example onesidedmw"
+    )]
+    Scheme,
+    /// The heap of the store cannot be made.
+    #[error(transparent)]
+    Heap(#[from] heap::Error),
+    /// The store cannot be made.
+    #[error(transparent)]
+    Store(#[from] kv::Error),
     /// The server has ended because of an error.
     #[error("running the server: {0}")]
     Ended(String),

@@ -103,9 +103,6 @@ pub trait Keyspace: Send + Sync + Sized + 'static {
     /// Takes completions and wakes the futures that wait for them. Returns their number.
     fn poll(&self) -> usize;
 
-    /// Returns whether an operation of the pool is in flight.
-    fn is_busy(&self) -> bool;
-
     /// Waits until an operation of the pool completes, at most for `limit`.
     fn park(&self, limit: Duration);
 

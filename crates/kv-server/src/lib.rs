@@ -9,6 +9,7 @@
 //! | module | content |
 //! | --- | --- |
 //! | [`keyspace`] | what the server needs of a store; the execution of commands on data |
+//! | [`data`] | a store of crate `kv` over a pool, behind the server |
 //! | [`context`] | what the execution of a command has |
 //! | [`session`], [`client`] | a connection: for its own thread, for other threads |
 //! | [`config`] | parameters with the names of redis.conf |
@@ -27,6 +28,7 @@ pub mod config;
 mod connection;
 pub mod context;
 mod cron;
+pub mod data;
 mod dispatch;
 mod duties;
 mod error;

@@ -26,6 +26,8 @@ pub struct Worker {
     now_ms: Cell<u64>,
     now_ns: Cell<u64>,
     buffers: RefCell<Vec<Vec<u8>>>,
+    /// Tasks that wait for a socket, a timer or another connection, and not for the store.
+    resting: Cell<usize>,
 }
 
 impl Worker {
@@ -38,6 +40,7 @@ impl Worker {
             now_ms: Cell::new(0),
             now_ns: Cell::new(0),
             buffers: RefCell::default(),
+            resting: Cell::new(0),
         };
         worker.tick();
         worker
@@ -74,6 +77,7 @@ impl Worker {
     pub async fn wait(&self, time: Duration) {
         let due = self.elapsed_ns().saturating_add(time.as_nanos() as u64);
         let mut is_added = false;
+        let _rest = self.rest();
         poll_fn(|cx| {
             if self.elapsed_ns() >= due || self.server.is_ending() {
                 return Poll::Ready(());
@@ -100,6 +104,17 @@ impl Worker {
         .await;
     }
 
+    /// Tells the event loop, until the value is dropped, that the task does not wait for the store.
+    pub(crate) fn rest(&self) -> Rest<'_> {
+        self.resting.set(self.resting.get() + 1);
+        Rest(self)
+    }
+
+    /// Number of tasks that do not wait for the store.
+    pub(crate) fn resting(&self) -> usize {
+        self.resting.get()
+    }
+
     /// An empty buffer.
     pub(crate) fn take_buffer(&self) -> Vec<u8> {
         self.buffers.borrow_mut().pop().unwrap_or_default()
@@ -113,5 +128,14 @@ impl Worker {
             buffer.clear();
             buffers.push(buffer);
         }
+    }
+}
+
+/// A task that does not wait for the store.
+pub(crate) struct Rest<'a>(&'a Worker);
+
+impl Drop for Rest<'_> {
+    fn drop(&mut self) {
+        self.0.resting.set(self.0.resting.get() - 1);
     }
 }

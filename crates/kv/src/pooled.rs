@@ -55,14 +55,11 @@ impl<N: Nic> Clone for PoolMemory<N> {
 
 impl<N: Nic> PoolMemory<N> {
     /// The memory of `pool`, for a new store. `node` is the number of the memory node in places.
-    /// `first_chunk_addr` is the address of the memory node's first chunk.
-    pub fn new(
-        pool: Pool<N>,
-        node: u8,
-        first_chunk_addr: u64,
-        settings: heap::Settings,
-    ) -> Result<Self, heap::Error> {
-        let memory = Self::inheriting(pool, node, first_chunk_addr, settings, Vec::new())?;
+    ///
+    /// # Errors
+    /// [`heap::Error::Source`] for a scheme whose chunks are accessed by whole pages.
+    pub fn new(pool: Pool<N>, node: u8, settings: heap::Settings) -> Result<Self, heap::Error> {
+        let memory = Self::inheriting(pool, node, settings, Vec::new())?;
         memory.adopt_all(Vec::new())?;
         Ok(memory)
     }
@@ -72,10 +69,11 @@ impl<N: Nic> PoolMemory<N> {
     pub fn inheriting(
         pool: Pool<N>,
         node: u8,
-        first_chunk_addr: u64,
         settings: heap::Settings,
         chunks: Vec<Grant>,
     ) -> Result<Self, heap::Error> {
+        // A scheme without a first chunk has no access at any offset, and is refused here.
+        let first_chunk_addr = pool.first_chunk().unwrap_or_default();
         let source = PoolChunks::new(pool.clone(), node, first_chunk_addr)
             .map_err(|source| heap::Error::Source { attempt: "using a pool", source })?;
         let shared = Shared {

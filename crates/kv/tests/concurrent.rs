@@ -231,3 +231,38 @@ async fn churn_until_crash(store: &TestStore) {
         }
     }
 }
+
+/// A reader stops between slot and block; meanwhile the key is deleted and its memory used again.
+#[test]
+fn late_reader_sees_no_memory_that_is_used_again() {
+    for (column, form, mirror) in COLUMNS {
+        for polls in 0..20 {
+            let world = World::new(4096, 1 << 20, true, 1);
+            let store = world.create(settings(form, mirror, 21));
+            let value = encode(4);
+            block_on(store.set(0, b"key", &value, SetOptions::default())).expect("a write");
+            let mut reader = std::pin::pin!(store.get_pinned(0, b"key"));
+            let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+            let mut early = None;
+            for _ in 0..polls {
+                if let std::task::Poll::Ready(read) = reader.as_mut().poll(&mut cx) {
+                    early = Some(read);
+                    break;
+                }
+            }
+            if early.is_some() {
+                break;
+            }
+            // Not by the key, for which the reader holds a ticket.
+            block_on(store.flush(0)).expect("a flush");
+            for i in 0..20 {
+                let options = SetOptions::default();
+                block_on(store.set(0, &name(i), &encode(4), options)).expect("a write");
+            }
+            let read = block_on(reader).expect("a read");
+            if let Some(read) = read {
+                assert_eq!(&*read, &value[..], "{column}, {polls} polls");
+            }
+        }
+    }
+}

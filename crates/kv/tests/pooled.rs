@@ -33,14 +33,6 @@ fn one_sided() -> impl Iterator<Item = Scheme> {
     schemes::ALL.iter().copied().filter(|scheme| scheme.access == AccessKind::OneSided)
 }
 
-/// The address of the first chunk: the lowest of all.
-fn first_chunk_addr(pool: &Pool) -> u64 {
-    let all: Vec<_> = (0..CHUNKS).map(|_| pool.allocate_blocking().unwrap()).collect();
-    let first = all.iter().map(|grant| grant.addr).min().unwrap();
-    all.into_iter().for_each(|grant| pool.free_blocking(grant).unwrap());
-    first
-}
-
 fn name(i: u32) -> Vec<u8> {
     format!("key-{i}").into_bytes()
 }
@@ -69,8 +61,7 @@ fn chunks(memory: &PoolMemory) -> Vec<Grant> {
 fn store_over_each_scheme_reads_what_was_written() {
     for scheme in one_sided() {
         let pool = pool(scheme);
-        let first = first_chunk_addr(&pool);
-        let memory = PoolMemory::new(pool.clone(), 0, first, heap::Settings::NO_RESERVE).unwrap();
+        let memory = PoolMemory::new(pool.clone(), 0, heap::Settings::NO_RESERVE).unwrap();
         let settings = Settings { lane_bits: 1, ..Settings::default() };
         let store =
             Store::create_blocking(memory.clone(), memory.clone(), System, settings.clone());
@@ -98,8 +89,7 @@ fn store_over_each_scheme_reads_what_was_written() {
         // The successor inherits the chunks, and finds the store from its root.
         let inherited = chunks(&memory);
         drop(memory);
-        let memory =
-            PoolMemory::inheriting(pool.clone(), 0, first, heap::Settings::NO_RESERVE, inherited);
+        let memory = PoolMemory::inheriting(pool.clone(), 0, heap::Settings::NO_RESERVE, inherited);
         let memory = memory.unwrap();
         let store =
             Store::open_blocking(memory.clone(), memory.clone(), System, settings, root).unwrap();
@@ -119,8 +109,7 @@ fn store_over_each_scheme_reads_what_was_written() {
 fn threads_share_a_store() {
     for (form, mirror) in [(Form::Fused, true), (Form::Fused, false), (Form::Published, false)] {
         let pool = pool(schemes::ALL[0]);
-        let first = first_chunk_addr(&pool);
-        let memory = PoolMemory::new(pool, 0, first, heap::Settings::default()).unwrap();
+        let memory = PoolMemory::new(pool, 0, heap::Settings::default()).unwrap();
         let groups = Some(1);
         let settings = Settings { form, mirror, groups, lane_bits: 1, ..Settings::default() };
         let store = Store::create_blocking(memory.clone(), memory, System, settings).unwrap();

@@ -9,12 +9,12 @@ use std::future::poll_fn;
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::{Poll, Waker};
+use std::task::{Poll, Wake, Waker};
 use std::time::Duration;
 
 use rustix::buffer::spare_capacity;
 use rustix::event::{Timespec, epoll};
-use verbs::executor::Tasks;
+use verbs::executor::{Tasks, thread_waker};
 
 use super::inbox::Inbox;
 use super::listen::{Accepted, Listener};
@@ -112,6 +112,23 @@ async fn perform<K: Keyspace>(job: Job, seat: Seat<K>, key: usize) -> usize {
     key
 }
 
+/// Ends the sleep of a thread, which sleeps in epoll or in the pool.
+struct Alarm {
+    event: Waker,
+    thread: Waker,
+}
+
+impl Wake for Alarm {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.event.wake_by_ref();
+        self.thread.wake_by_ref();
+    }
+}
+
 /// Runs a thread of the server until the server ends.
 pub(crate) fn run<K: Keyspace>(
     server: Arc<Server>,
@@ -126,7 +143,8 @@ pub(crate) fn run<K: Keyspace>(
     let (data, flags) = (epoll::EventData::new_u64(WAKE_UP), epoll::EventFlags::IN);
     epoll::add(&epoll, inbox.event(), data, flags).map_err(system("watching an event"))?;
     let mut poller = Poller::new(epoll);
-    let mut tasks = Tasks::new(inbox.event().waker());
+    let alarm = Alarm { event: inbox.event().waker(), thread: thread_waker() };
+    let mut tasks = Tasks::new(Arc::new(alarm).into());
     let (mut turns, mut cron_ns, mut is_ended) = (0_u32, 0, false);
     let mut cron = cron::Cron::default();
     let mut ended = Vec::new();
@@ -153,7 +171,9 @@ pub(crate) fn run<K: Keyspace>(
         if completed > 0 && !looks {
             continue;
         }
-        let waited = tasks.sleep(|| poller.wait(&worker, &*store, cron_ns));
+        // A task that waits for no socket and no timer waits for the store.
+        let is_busy = tasks.len() > worker.resting();
+        let waited = tasks.sleep(|| poller.wait(&worker, &*store, is_busy, cron_ns));
         match waited {
             Some(result) => result.map_err(system("waiting for sockets"))?,
             None if looks => {
@@ -243,9 +263,10 @@ impl Poller {
         &mut self,
         worker: &Worker,
         store: &K,
+        is_busy: bool,
         cron_ns: u64,
     ) -> rustix::io::Result<()> {
-        if store.is_busy() {
+        if is_busy {
             self.take(Duration::ZERO)?;
             if self.events.is_empty() {
                 store.park(PARK);

@@ -117,10 +117,6 @@ impl Keyspace for Map {
         0
     }
 
-    fn is_busy(&self) -> bool {
-        false
-    }
-
     fn park(&self, _: Duration) {}
 
     fn size(&self, db: u8) -> Size {
