@@ -5,6 +5,49 @@ pub trait Environment {
     /// Milliseconds since 1970.
     fn now(&self) -> u64;
 
-    /// A random number. The numbers need not be secret, except for the hash's secret at creation.
+    /// A random number, for choices. The number need not be secret.
     fn random(&self) -> u64;
+
+    /// A random number that a client cannot guess, for the secret of the hash.
+    fn secret(&self) -> u64 {
+        self.random()
+    }
+}
+
+/// The clock of the system, and random numbers of the kernel.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct System;
+
+impl Environment for System {
+    fn now(&self) -> u64 {
+        let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        since.map_or(0, |since| since.as_millis() as u64)
+    }
+
+    fn random(&self) -> u64 {
+        STATE.with(|state| {
+            if state.get() == 0 {
+                state.set(from_kernel().unwrap_or_else(|| self.now()) | 1);
+            }
+            state.set(state.get().wrapping_add(crate::memory::GOLDEN));
+            crate::memory::mixed(state.get())
+        })
+    }
+
+    fn secret(&self) -> u64 {
+        from_kernel().unwrap_or_else(|| self.random())
+    }
+}
+
+thread_local! {
+    /// State of the numbers of this thread.
+    static STATE: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+}
+
+/// A number of the kernel. `None` in a kernel without getrandom.
+fn from_kernel() -> Option<u64> {
+    let mut bytes = [0; 8];
+    let flags = rustix::rand::GetRandomFlags::empty();
+    let read = rustix::rand::getrandom(&mut bytes[..], flags);
+    matches!(read, Ok(8)).then(|| u64::from_ne_bytes(bytes))
 }

@@ -7,6 +7,7 @@ pub mod hash;
 pub mod layout;
 pub mod memory;
 pub mod place;
+pub mod pooled;
 pub mod reach;
 mod search;
 mod store;

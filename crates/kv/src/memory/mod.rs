@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 
 pub use arena::Arena;
+pub(crate) use schedule::{GOLDEN, mixed};
 pub use schedule::{Seeded, run, turn};
 
 use crate::environment::Environment;
@@ -212,7 +213,7 @@ impl Environment for Arc<Hand> {
     }
 
     fn random(&self) -> u64 {
-        let state = self.random.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
-        schedule::mix(state)
+        let state = self.random.fetch_add(GOLDEN, Ordering::Relaxed);
+        mixed(state)
     }
 }

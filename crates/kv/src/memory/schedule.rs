@@ -18,8 +18,8 @@ impl Seeded {
 
     /// The next number.
     pub fn draw(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mix(self.0)
+        self.0 = self.0.wrapping_add(GOLDEN);
+        mixed(self.0)
     }
 
     /// The next number below `end`.
@@ -28,7 +28,11 @@ impl Seeded {
     }
 }
 
-pub(super) fn mix(state: u64) -> u64 {
+/// Distance of two states of the numbers.
+pub(crate) const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// The random number of a state (splitmix64).
+pub(crate) fn mixed(state: u64) -> u64 {
     let state = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let state = (state ^ state >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
     state ^ state >> 31

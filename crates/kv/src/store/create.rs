@@ -36,7 +36,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         }
         let mut secret = [0; SECRET_BYTES];
         for word in secret.chunks_exact_mut(8) {
-            word.copy_from_slice(&environment.random().to_be_bytes());
+            word.copy_from_slice(&environment.secret().to_be_bytes());
         }
         let place = blocks.allocate(0, ROOT_BYTES as u32).await?;
         let lanes = 1 << settings.lane_bits;

@@ -2,6 +2,7 @@
 
 mod access;
 mod atomically;
+mod blocking;
 mod change;
 mod compact;
 mod create;
