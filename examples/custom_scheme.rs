@@ -210,6 +210,10 @@ impl<N: Nic> NodeScheme for Node<N> {
         self.clients.set_start(client, part, start);
     }
 
+    fn first_chunk(&self) -> Option<u64> {
+        Some(self.memory.memory().addr())
+    }
+
     fn cpu(&mut self) -> Cpu {
         Cpu { events: Some(self.events.clone()), ..Cpu::default() }
     }

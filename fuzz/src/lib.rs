@@ -11,6 +11,7 @@
 //! | `trace` | a fault trace | decoding checks every field; an encoded trace decodes to the same events |
 //! | `executable` | the file of a program | decoding ends; only ELF files have a kind |
 //! | `assist` | a packet to the assist, and the entries of a ring | each request is within its frames; the rest is refused |
+//! | `kv_memory` | root, directory, subtables and blocks of a store | the store opens, or not; no call panics or does not end |
 //! | `seal` | sealed bytes, a seal and a place | bytes open only as they were stored; all other outputs are zeros |
 //! | `hosts` | bytes to a memory node's TCP port | the memory node answers another host |
 
@@ -19,6 +20,7 @@ pub mod engine;
 pub mod executable;
 pub mod hosts;
 mod input;
+pub mod kv_memory;
 pub mod packets;
 pub mod seal;
 pub mod service;

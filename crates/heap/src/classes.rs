@@ -94,6 +94,7 @@ impl Classes {
 
     /// The class with the shortest blocks that have at least `bytes`. `None` if `bytes` exceeds a
     /// slab.
+    #[inline]
     pub fn class_of(&self, bytes: u64) -> Option<Class> {
         let needed = bytes.div_ceil(UNIT_BYTES);
         let fitting = self.units.partition_point(|units| u64::from(*units) >= needed);
@@ -101,6 +102,7 @@ impl Classes {
     }
 
     /// Bytes of a block of `class`.
+    #[inline]
     pub fn bytes(&self, class: Class) -> u64 {
         u64::from(self.units(class)) * UNIT_BYTES
     }
@@ -118,16 +120,19 @@ impl Classes {
     }
 
     /// Units of a block of `class`.
+    #[inline]
     pub(crate) fn units(&self, class: Class) -> u32 {
         self.units[class.index()]
     }
 
     /// Units of a slab.
+    #[inline]
     pub(crate) fn slab_units(&self) -> u64 {
         self.slab_bytes / UNIT_BYTES
     }
 
     /// Number of slabs in a chunk.
+    #[inline]
     pub(crate) fn slabs(&self) -> u32 {
         (self.chunk_bytes / self.slab_bytes) as u32
     }

@@ -51,6 +51,7 @@ impl Directory {
 
     /// The chunk that has `place`. Its group may give the chunk back before the caller has the
     /// group's lock.
+    #[inline]
     pub fn find(&self, place: Place) -> Option<ChunkId> {
         let number = place.offset() / self.chunk_bytes;
         let tables = self.nodes[usize::from(place.node())].get()?;

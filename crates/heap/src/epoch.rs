@@ -36,26 +36,32 @@ trait Word {
 }
 
 impl Word for AtomicU64 {
+    #[inline]
     fn new(value: u64) -> Self {
         Self::new(value)
     }
 
+    #[inline]
     fn load(&self, order: Ordering) -> u64 {
         self.load(order)
     }
 
+    #[inline]
     fn add(&self, order: Ordering) {
         self.fetch_add(1, order);
     }
 
+    #[inline]
     fn subtract(&self, order: Ordering) {
         self.fetch_sub(1, order);
     }
 
+    #[inline]
     fn replace(&self, from: u64, to: u64) -> Result<u64, u64> {
         self.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire)
     }
 
+    #[inline]
     fn fence() {
         fence(Ordering::SeqCst);
     }
@@ -82,11 +88,13 @@ impl<W: Word> Clock<W> {
         Self { now: Apart(W::new(1)), lanes }
     }
 
+    #[inline]
     fn counter(&self, lane: usize, epoch: u64) -> &W {
         &self.lanes[lane].0[(epoch % COUNTERS) as usize]
     }
 
     /// Counts a guard. Returns its epoch.
+    #[inline]
     fn pin(&self, lane: usize) -> u64 {
         let mut epoch = self.now.0.load(Ordering::Acquire);
         loop {
@@ -101,10 +109,12 @@ impl<W: Word> Clock<W> {
         }
     }
 
+    #[inline]
     fn unpin(&self, lane: usize, epoch: u64) {
         self.counter(lane, epoch).subtract(Ordering::Release);
     }
 
+    #[inline]
     fn retire(&self) -> u64 {
         W::fence();
         self.now.0.load(Ordering::Relaxed)
@@ -145,6 +155,7 @@ impl Epochs {
     }
 
     /// Makes a guard in lane `lane`, taken modulo the number of lanes.
+    #[inline]
     pub fn pin(&self, lane: usize) -> Guard<&Self> {
         Guard::new(self, lane)
     }
@@ -155,6 +166,7 @@ impl Epochs {
     }
 
     /// The current epoch.
+    #[inline]
     pub fn now(&self) -> u64 {
         self.0.now.0.load(Ordering::Acquire)
     }
@@ -164,12 +176,20 @@ impl Epochs {
         self.0.advance()
     }
 
+    /// Begins two epochs if no guard prevents that. All blocks retired before have then passed.
+    pub(crate) fn advance_twice(&self) {
+        self.advance();
+        self.advance();
+    }
+
     /// The epoch of a block that the caller has unlinked before this call.
+    #[inline]
     pub fn retire(&self) -> u64 {
         self.0.retire()
     }
 
     /// True if no guard can know a block that was unlinked in `epoch`.
+    #[inline]
     pub fn has_passed(&self, epoch: u64) -> bool {
         epoch + 2 <= self.now()
     }
@@ -192,9 +212,11 @@ pub struct Guard<E: AsRef<Epochs>> {
 }
 
 impl<E: AsRef<Epochs>> Guard<E> {
+    #[inline]
     fn new(epochs: E, lane: usize) -> Self {
         let clock = &epochs.as_ref().0;
-        let lane = lane % clock.lanes.len();
+        let lanes = clock.lanes.len();
+        let lane = if lane < lanes { lane } else { lane % lanes };
         let epoch = clock.pin(lane);
         Self { epochs, lane, epoch }
     }
@@ -206,6 +228,7 @@ impl<E: AsRef<Epochs>> Guard<E> {
 }
 
 impl<E: AsRef<Epochs>> Drop for Guard<E> {
+    #[inline]
     fn drop(&mut self) {
         self.epochs.as_ref().0.unpin(self.lane, self.epoch);
     }

@@ -67,8 +67,8 @@ pub enum Error {
     },
     /// A block that is in use according to the caller cannot exist.
     #[error(
-        "rebuilding the heap: no block of {bytes} bytes can be in use at {place}: {why}; the list of \
-         used places is damaged, or belongs to another pool"
+        "rebuilding the heap: no block of {bytes} bytes can be in use at {place}: {why}; the list \
+         of used places is damaged, or belongs to another pool"
     )]
     Used {
         /// The place of the block.

@@ -308,9 +308,7 @@ impl<S: ChunkSource> Heap<S> {
 
     /// Frees the blocks in limbo that no reader can know.
     fn collect(&self, group: GroupId) -> Result<(), Error> {
-        // Two epochs after the free, unless a guard is left.
-        self.epochs.advance();
-        self.epochs.advance();
+        self.epochs.advance_twice();
         while self.state(group)?.collect(&self.epochs, SLICE) == SLICE {}
         self.state(group)?.shrink();
         Ok(())

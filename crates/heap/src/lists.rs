@@ -33,6 +33,7 @@ impl Lists {
     }
 
     /// The first slab of `list`.
+    #[inline]
     pub fn first(&self, list: ListId) -> Option<u32> {
         Some(self.0[usize::from(list)].0).filter(|slab| *slab != NONE)
     }

@@ -44,11 +44,13 @@ impl Slab {
     }
 
     /// True if no block is free.
+    #[inline]
     pub fn is_full(&self) -> bool {
         self.used == self.blocks
     }
 
     /// Makes the first free block live. `None` if none is free.
+    #[inline]
     pub fn take(&mut self) -> Option<u32> {
         let used = &self.words[self.first as usize..self.half()];
         let word = used.iter().position(|word| *word != u64::MAX)?;
@@ -59,6 +61,7 @@ impl Slab {
     }
 
     /// Makes a free block live. False if it is not free, or does not exist.
+    #[inline]
     pub fn claim(&mut self, block: u32) -> bool {
         if block >= self.blocks || self.is_set(0, block) {
             return false;
@@ -70,6 +73,7 @@ impl Slab {
     }
 
     /// Moves a live block to limbo. False if it is not live, or does not exist.
+    #[inline]
     pub fn retire(&mut self, block: u32) -> bool {
         if !self.is_live(block) {
             return false;
@@ -80,6 +84,7 @@ impl Slab {
     }
 
     /// Frees a block that is in limbo.
+    #[inline]
     pub fn release(&mut self, block: u32) {
         debug_assert!(self.is_in_limbo(block));
         self.flip(0, block);
@@ -88,6 +93,7 @@ impl Slab {
     }
 
     /// True if the block is live.
+    #[inline]
     pub fn is_live(&self, block: u32) -> bool {
         block < self.blocks && self.is_set(self.half(), block)
     }
@@ -111,14 +117,17 @@ impl Slab {
     }
 
     /// Number of words of one bitmap, and index of the first word of `live`.
+    #[inline]
     fn half(&self) -> usize {
         self.words.len() / 2
     }
 
+    #[inline]
     fn is_set(&self, bitmap: usize, block: u32) -> bool {
         self.words[bitmap + (block / BITS) as usize] >> (block % BITS) & 1 == 1
     }
 
+    #[inline]
     fn flip(&mut self, bitmap: usize, block: u32) {
         self.words[bitmap + (block / BITS) as usize] ^= 1 << (block % BITS);
     }

@@ -143,7 +143,7 @@ impl<C> State<C> {
     /// Allocates a block of `class`. `None` if the group needs another chunk.
     pub fn allocate(&mut self, class: Class, epochs: &Epochs) -> Option<Place> {
         if self.lists.first(class.number()).is_none() && !self.limbo.is_empty() {
-            epochs.advance();
+            epochs.advance_twice();
             self.collect(epochs, SLICE);
         }
         let slab = match self.lists.first(class.number()) {

@@ -67,6 +67,17 @@ fn freed_block_is_used_again_when_no_guard_is_left() {
 }
 
 #[test]
+fn allocation_takes_a_block_out_of_limbo_before_a_chunk() {
+    let settings = Settings { reserve_chunks: 1, reserve_chunks_max: 1 };
+    let heap = Heap::new(Ram::new(4096, 2, 1), settings).unwrap();
+    let block = allocate(&heap, 4096);
+    now(heap.refill(G)).unwrap();
+    heap.free(block.place).unwrap();
+    assert_eq!(heap.try_allocate(G, 4096).unwrap(), Some(block));
+    assert_eq!(heap.stats().empty_chunks, 1);
+}
+
+#[test]
 fn chunk_with_blocks_in_limbo_is_not_given_back() {
     let heap = heap(4096, 2);
     let block = allocate(&heap, 4096);
@@ -216,6 +227,7 @@ fn chunk_that_cannot_be_used_goes_back() {
     for number in [u64::MAX / 4096, 1 << 24] {
         source.forge_next(chunk(number));
         assert!(matches!(now(heap.allocate(G, 1)), Err(Error::BadChunk { .. })), "{number}");
+        assert_eq!(source.freed().pop(), Some(chunk(number)));
     }
     heap.audit().unwrap();
     assert_eq!(heap.block(block.place), Some(block));

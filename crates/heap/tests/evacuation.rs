@@ -84,7 +84,10 @@ fn emptied_chunk_is_no_longer_evacuating() {
     heap.free(block.place).unwrap();
     now(heap.give_back(G)).unwrap();
     heap.evacuate(block.place).unwrap();
-    assert!(heap.try_allocate(G, 4096).unwrap().is_some(), "the reserve is used");
+    for _ in 0..4 {
+        assert!(heap.try_allocate(G, 1024).unwrap().is_some(), "the reserve is used");
+    }
+    assert!(!heap.chunk_use(block.place).unwrap().is_evacuating);
 }
 
 #[test]
@@ -104,6 +107,7 @@ fn live_blocks_are_listed_over_slabs_in_parts() {
                 break;
             }
             found.extend(part);
+            assert!(found.len() <= all.len(), "a block is listed twice");
         }
         assert_eq!(found, all);
     }

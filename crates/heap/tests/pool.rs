@@ -143,6 +143,18 @@ fn schemes_by_pages_are_refused() {
     }
 }
 
+/// Executors with several threads move futures between threads.
+#[test]
+fn futures_can_move_between_threads() {
+    fn is_send(_: impl Send) {}
+    let pool = pool(schemes::ONESIDEDMW);
+    let heap = Heap::new(PoolChunks::new(pool, 0, 0).unwrap(), Settings::default()).unwrap();
+    let group = GroupId(0);
+    is_send(heap.allocate(group, 1));
+    is_send(heap.refill(group));
+    is_send(heap.give_back(group));
+}
+
 /// Background tasks and allocations of one group at the same time, on one thread.
 #[test]
 fn reserve_keeps_allocations_from_waiting() {

@@ -11,10 +11,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let settings =
         pool::Settings { donate_bytes: 64 << 20, chunk_bytes: 64 << 10, ..Default::default() };
     let pool = Pool::embedded(settings)?;
-    let probe = pool.allocate_blocking()?;
-    let first_chunk_addr = probe.addr;
-    pool.free_blocking(probe)?;
-    let memory = PoolMemory::new(pool, 0, first_chunk_addr, heap::Settings::default())?;
+    let memory = PoolMemory::new(pool, 0, heap::Settings::default())?;
     let store = Store::create_blocking(memory.clone(), memory, System, Settings::default())?;
 
     for i in 0..1000 {

@@ -55,14 +55,11 @@ impl<N: Nic> Clone for PoolMemory<N> {
 
 impl<N: Nic> PoolMemory<N> {
     /// The memory of `pool`, for a new store. `node` is the number of the memory node in places.
-    /// `first_chunk_addr` is the address of the memory node's first chunk.
-    pub fn new(
-        pool: Pool<N>,
-        node: u8,
-        first_chunk_addr: u64,
-        settings: heap::Settings,
-    ) -> Result<Self, heap::Error> {
-        let memory = Self::inheriting(pool, node, first_chunk_addr, settings, Vec::new())?;
+    ///
+    /// # Errors
+    /// [`heap::Error::Source`] for a scheme whose chunks are accessed by whole pages.
+    pub fn new(pool: Pool<N>, node: u8, settings: heap::Settings) -> Result<Self, heap::Error> {
+        let memory = Self::inheriting(pool, node, settings, Vec::new())?;
         memory.adopt_all(Vec::new())?;
         Ok(memory)
     }
@@ -72,10 +69,11 @@ impl<N: Nic> PoolMemory<N> {
     pub fn inheriting(
         pool: Pool<N>,
         node: u8,
-        first_chunk_addr: u64,
         settings: heap::Settings,
         chunks: Vec<Grant>,
     ) -> Result<Self, heap::Error> {
+        // A scheme without a first chunk has no access at any offset, and is refused here.
+        let first_chunk_addr = pool.first_chunk().unwrap_or_default();
         let source = PoolChunks::new(pool.clone(), node, first_chunk_addr)
             .map_err(|source| heap::Error::Source { attempt: "using a pool", source })?;
         let shared = Shared {
@@ -125,8 +123,8 @@ impl<N: Nic> PoolMemory<N> {
         Some((grant.clone(), address - grant.addr))
     }
 
-    fn group(&self, lane: u32) -> GroupId {
-        GroupId((lane % u32::from(self.shared.pool.groups().max(1))) as u16)
+    fn group(&self, stripe: u32) -> GroupId {
+        GroupId((stripe % u32::from(self.shared.pool.groups().max(1))) as u16)
     }
 
     async fn run_list(&self, part: &mut Part<'_>) -> Result<(), Stopped> {
@@ -281,14 +279,14 @@ fn no_block(error: heap::Error) -> NoBlock {
     }
 }
 
-/// The lane of this thread's pins: threads that pin at once should use different ones.
-fn pin_lane() -> usize {
+/// The stripe of this thread's pins: threads that pin at once should use different ones.
+fn pin_counter() -> usize {
     use std::sync::atomic::{AtomicUsize, Ordering};
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local! {
         static LANE: usize = NEXT.fetch_add(1, Ordering::Relaxed);
     }
-    LANE.with(|lane| *lane)
+    LANE.with(|stripe| *stripe)
 }
 
 impl<N: Nic> PoolMemory<N> {
@@ -306,8 +304,8 @@ impl<N: Nic> Blocks for PoolMemory<N> {
         self.shared.pool.chunk_bytes().min(class::SLAB_MAX.into()) as u32
     }
 
-    async fn allocate(&self, lane: u32, bytes: u32) -> Result<Place, NoBlock> {
-        let block = self.ready()?.allocate(self.group(lane), bytes.into()).await;
+    async fn allocate(&self, stripe: u32, bytes: u32) -> Result<Place, NoBlock> {
+        let block = self.ready()?.allocate(self.group(stripe), bytes.into()).await;
         Ok(Place::of(block.map_err(no_block)?.place.raw()))
     }
 
@@ -319,14 +317,12 @@ impl<N: Nic> Blocks for PoolMemory<N> {
         let Some((heap, place)) = self.heap().zip(heap::Place::from_raw(place.bits())) else {
             return;
         };
-        // A block that is not live is one that recovery did not find in the index; then the heap
-        // has it as free already.
-        let freed = heap.free(place);
-        debug_assert!(freed.is_ok(), "{freed:?}");
+        // A place that is not live comes from damaged remote memory. The heap is as before.
+        let _ = heap.free(place);
     }
 
     fn pin(&self) -> Self::Pin {
-        self.heap().map(|heap| heap.epochs().pin_owned(pin_lane()))
+        self.heap().map(|heap| heap.epochs().pin_owned(pin_counter()))
     }
 
     fn adopt(&self, used: &[(Place, u32, u32)]) -> Result<(), NoBlock> {

@@ -277,6 +277,7 @@ impl Check {
         assert!(!self.scan.cursor.is_end() || self.scan.seen.len() <= 60);
         block_on(self.store.flush_all()).expect("a flush");
         assert_eq!(self.world.arena.used().len(), 3, "blocks were lost");
+        assert_eq!(self.world.arena.wrong_frees(), 0);
     }
 }
 

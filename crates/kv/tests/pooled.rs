@@ -33,14 +33,6 @@ fn one_sided() -> impl Iterator<Item = Scheme> {
     schemes::ALL.iter().copied().filter(|scheme| scheme.access == AccessKind::OneSided)
 }
 
-/// The address of the first chunk: the lowest of all.
-fn first_chunk_addr(pool: &Pool) -> u64 {
-    let all: Vec<_> = (0..CHUNKS).map(|_| pool.allocate_blocking().unwrap()).collect();
-    let first = all.iter().map(|grant| grant.addr).min().unwrap();
-    all.into_iter().for_each(|grant| pool.free_blocking(grant).unwrap());
-    first
-}
-
 fn name(i: u32) -> Vec<u8> {
     format!("key-{i}").into_bytes()
 }
@@ -69,9 +61,8 @@ fn chunks(memory: &PoolMemory) -> Vec<Grant> {
 fn store_over_each_scheme_reads_what_was_written() {
     for scheme in one_sided() {
         let pool = pool(scheme);
-        let first = first_chunk_addr(&pool);
-        let memory = PoolMemory::new(pool.clone(), 0, first, heap::Settings::NO_RESERVE).unwrap();
-        let settings = Settings { lane_bits: 1, ..Settings::default() };
+        let memory = PoolMemory::new(pool.clone(), 0, heap::Settings::NO_RESERVE).unwrap();
+        let settings = Settings { stripe_bits: 1, ..Settings::default() };
         let store =
             Store::create_blocking(memory.clone(), memory.clone(), System, settings.clone());
         let store = store.unwrap();
@@ -79,7 +70,7 @@ fn store_over_each_scheme_reads_what_was_written() {
             store.set_blocking(0, &name(i), &value(i), SetOptions::default()).unwrap();
         }
         check(&store, 0..60);
-        // Keys of both lanes, so that the slots are not of one QP.
+        // Keys of both stripes, so that the slots are not of one QP.
         let names: Vec<_> = (0..8).map(name).collect();
         let wanted: Vec<_> =
             names.iter().map(|key| Wanted { db: 0, key, is_read: false }).collect();
@@ -98,8 +89,7 @@ fn store_over_each_scheme_reads_what_was_written() {
         // The successor inherits the chunks, and finds the store from its root.
         let inherited = chunks(&memory);
         drop(memory);
-        let memory =
-            PoolMemory::inheriting(pool.clone(), 0, first, heap::Settings::NO_RESERVE, inherited);
+        let memory = PoolMemory::inheriting(pool.clone(), 0, heap::Settings::NO_RESERVE, inherited);
         let memory = memory.unwrap();
         let store =
             Store::open_blocking(memory.clone(), memory.clone(), System, settings, root).unwrap();
@@ -110,7 +100,7 @@ fn store_over_each_scheme_reads_what_was_written() {
         for _ in 0..4 {
             block_on(kv::blocks::Blocks::tend(&memory)).unwrap();
         }
-        // Root, journal and the words of two lanes.
+        // Root, journal and the words of two stripes.
         assert_eq!(memory.heap().unwrap().stats().held_chunks, 3, "{scheme}");
     }
 }
@@ -119,10 +109,9 @@ fn store_over_each_scheme_reads_what_was_written() {
 fn threads_share_a_store() {
     for (form, mirror) in [(Form::Fused, true), (Form::Fused, false), (Form::Published, false)] {
         let pool = pool(schemes::ALL[0]);
-        let first = first_chunk_addr(&pool);
-        let memory = PoolMemory::new(pool, 0, first, heap::Settings::default()).unwrap();
+        let memory = PoolMemory::new(pool, 0, heap::Settings::default()).unwrap();
         let groups = Some(1);
-        let settings = Settings { form, mirror, groups, lane_bits: 1, ..Settings::default() };
+        let settings = Settings { form, mirror, groups, stripe_bits: 1, ..Settings::default() };
         let store = Store::create_blocking(memory.clone(), memory, System, settings).unwrap();
         let store = Arc::new(store);
         let threads: Vec<_> = (0..4_u32)

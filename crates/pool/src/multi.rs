@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering}
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
-use verbs::executor::block_on;
+use verbs::executor::{self, block_on};
 use verbs::{Nic, Status};
 
 use crate::join::join;
@@ -444,6 +444,18 @@ fn is_silent(error: &Error) -> bool {
             *status == Status::RetryExceeded
         }
         _ => false,
+    }
+}
+
+impl<N: Nic> MultiPool<N> {
+    /// Polls the completions of all memory nodes: see [`Pool::poll`].
+    pub fn poll(&self) -> usize {
+        self.nodes.iter().map(|node| node.pool.read().poll()).sum()
+    }
+
+    /// Waits for completions of all memory nodes: see [`Pool::park`].
+    pub fn park(&self, timeout: Duration) -> usize {
+        executor::park(timeout, || self.poll())
     }
 }
 

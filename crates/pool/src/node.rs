@@ -138,7 +138,8 @@ impl MemoryNode {
         self.check(request)?;
         let core = &mut *self.inner.core.lock();
         let id = core.next_id();
-        let admitted = core.scheme.admit(id, request)?;
+        let first_chunk = core.scheme.first_chunk();
+        let admitted = ConnectReply { first_chunk, ..core.scheme.admit(id, request)? };
         core.clients.insert(id);
         if core.scheme.next_poll().is_some() {
             // The thread may sleep for longer than the scheme now allows.

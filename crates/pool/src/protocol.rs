@@ -457,6 +457,21 @@ mod tests {
     }
 
     #[test]
+    fn admission_may_lack_the_address_of_the_first_chunk() {
+        let old = br#"{"id":1,"reply":"admitted","client":4,"chunk_bytes":4096,"group_size":3,
+            "credits":8,"management":[7],"groups":[[8,9]]}"#;
+        let Reply::Admitted(old) = decode::<Numbered<Reply>>("test", old).unwrap().body else {
+            panic!("another reply");
+        };
+        assert_eq!((old.first_chunk, old.terms.len()), (None, 0));
+        let text = |reply: &ConnectReply| serde_json::to_string(reply).unwrap();
+        assert!(!text(&old).contains("first_chunk"), "a scheme by pages has none");
+        let new = ConnectReply { first_chunk: Some(u64::MAX), ..old };
+        assert!(text(&new).contains(r#""first_chunk":18446744073709551615"#));
+        round_trip(Numbered { id: 1, body: Reply::Admitted(new) });
+    }
+
+    #[test]
     fn decode_error_names_the_unknown_request() {
         let unknown = br#"{"id":9,"request":"reboot"}"#;
         let e = decode::<Numbered<Request>>("reading", unknown).unwrap_err().to_string();

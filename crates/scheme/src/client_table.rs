@@ -278,6 +278,7 @@ impl ConnectReply {
             credits: settings.credits,
             management,
             groups: access.qpns(),
+            first_chunk: None,
             terms: Terms::new(),
         }
     }

@@ -97,6 +97,9 @@ pub struct ConnectReply {
     pub management: Vec<u32>,
     /// Peers of the access QPs.
     pub groups: Vec<Vec<u32>>,
+    /// Address of the first chunk ([`NodeScheme::first_chunk`](crate::NodeScheme::first_chunk)).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub first_chunk: Option<u64>,
     /// Terms that the scheme tells this client.
     #[serde(flatten)]
     pub terms: Terms,

@@ -91,6 +91,11 @@ pub trait NodeScheme: Any + Send {
         1
     }
 
+    /// Address of the first chunk, as grants name it. The chunks lie one behind the other, so that
+    /// the offset from this address names a place of the pool for as long as the memory node runs.
+    /// `None` if a grant does not name a place, because access is by pages.
+    fn first_chunk(&self) -> Option<u64>;
+
     /// The state of the scheme.
     fn status(&mut self) -> Result<NodeStatus, Error>;
 

@@ -8,8 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use verbs::completion::WhenIdle;
-use verbs::completion::{Completer, Pending};
+use verbs::completion::{Completer, Pending, Source, WhenIdle};
 use verbs::{
     Access, Completion, CompletionQueue, CqAttr, Error as VerbsError, Nic, Op, PeerAddress, QpAttr,
     QpChange, QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Sge, Status,
@@ -224,6 +223,9 @@ pub trait ManagementQp {
 
     /// Registers `look`, which a waiting request calls periodically while its answer is overdue.
     fn when_idle(&self, look: &WhenIdle);
+
+    /// The completions of the QP.
+    fn source(&self) -> Source;
 }
 
 impl<N: Nic> ManagementQp for RequestQueue<N> {
@@ -269,6 +271,10 @@ impl<N: Nic> ManagementQp for RequestQueue<N> {
 
     fn when_idle(&self, look: &WhenIdle) {
         self.completer.when_idle(look.clone());
+    }
+
+    fn source(&self) -> Source {
+        self.completer.source()
     }
 }
 

@@ -121,7 +121,7 @@ mod model {
         });
         let third = loom::thread::spawn({
             let shared = shared.clone();
-            move || shared.clock.advance()
+            move || (shared.clock.advance(), shared.clock.advance())
         });
         shared.reuse(EPOCHS);
         reader.join().unwrap();

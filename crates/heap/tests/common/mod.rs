@@ -30,6 +30,8 @@ struct State {
     /// Chunks that the next allocations return instead of free ones.
     forged: VecDeque<RamChunk>,
     frees: u64,
+    /// Chunks of all calls of `free`.
+    freed: Vec<RamChunk>,
     /// Frees wait.
     is_stopped: bool,
 }
@@ -57,9 +59,19 @@ impl Ram {
         self.state.lock().unwrap().frees
     }
 
+    /// The chunks of all frees that were asked for.
+    pub fn freed(&self) -> Vec<RamChunk> {
+        self.state.lock().unwrap().freed.clone()
+    }
+
     /// The next free fails; it is executed if `is_executed`.
     pub fn fail_next_free(&self, is_executed: bool) {
         self.state.lock().unwrap().failures.push_back(is_executed);
+    }
+
+    /// No free fails from now on.
+    pub fn mend(&self) {
+        self.state.lock().unwrap().failures.clear();
     }
 
     /// The next allocation returns `chunk`, which may be nonsense.
@@ -111,6 +123,7 @@ impl ChunkSource for Ram {
         let is_stopped = || self.state.lock().unwrap().is_stopped;
         std::future::poll_fn(|_| if is_stopped() { Poll::Pending } else { Poll::Ready(()) }).await;
         let mut state = self.state.lock().unwrap();
+        state.freed.push(chunk);
         let failure = state.failures.pop_front();
         if failure != Some(false) {
             let place = (chunk.node, chunk.number);

@@ -251,7 +251,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         if let Some(fresh) = ready {
             fresh.is_written = true;
         }
-        let Some(Seen { hit, view }) = looked else { return Ok(Tried::Again) };
+        let Some(Seen { hit, view }) = looked else {
+            // The subtable covers the key, and no split or merge runs inside the gate.
+            return Err(self.foreign_prefix(table));
+        };
         let now = self.environment.now();
         let alive = hit.as_ref().filter(|hit| !hit.is_expired(now));
         let mut value = self.buffers.take();

@@ -11,8 +11,8 @@ use crate::blocks::Blocks;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::layout::block::{Block, HEADER_BYTES, Head};
-use crate::layout::class;
 use crate::layout::table::{BucketWord, Slot};
+use crate::layout::{Malformed, class};
 use crate::place::Address;
 use crate::reach::{Reach, Step};
 use crate::search::{Buckets, View};
@@ -93,6 +93,12 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         }
         let hit = self.search(trip, key, want, buffer, &view, &[]).await?;
         Ok(Some(Seen { hit, view: Some(view) }))
+    }
+
+    /// The error for buckets that have other keys than their subtable.
+    pub(super) fn foreign_prefix(&self, table: &Table) -> Error {
+        let what = Malformed("a bucket has the prefix of other keys");
+        Error::Malformed { at: table.spot.header.at(0), what }
     }
 
     async fn look_in_mirror(
@@ -251,7 +257,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let left = self.slab - (at.offset % u64::from(self.slab)) as u32;
         let whole = class::length(self.slab, word.length).unwrap_or(left.min(LIST_READ));
         if whole > left || (whole as usize) < HEADER_BYTES {
-            let what = crate::layout::Malformed("a slot names bytes beyond a slab");
+            let what = Malformed("a slot names bytes beyond a slab");
             return Err(Error::Malformed { at, what });
         }
         let key_end = HEADER_BYTES + key_bytes;

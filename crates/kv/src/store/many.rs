@@ -40,6 +40,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let trip = self.trip(Operation::Get);
         let _pin = self.blocks.pin();
         let mut buffer = self.buffers.take();
+        let mut before = Vec::new();
         loop {
             buffer.clear();
             let table = |key: &Key<'_>| self.database(key).table(key.hash.upper);
@@ -50,6 +51,12 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
                 return self.values(&trip, found, &buffer).await;
             }
             self.check()?;
+            // The directory changes before a subtable does, so other subtables have the keys now.
+            let tables: Vec<_> = sought.into_iter().filter_map(|sought| sought.table).collect();
+            if let (Some(table), true) = (tables.first(), is_same(&before, &tables)) {
+                return Err(self.foreign_prefix(table));
+            }
+            before = tables;
         }
     }
 
@@ -209,4 +216,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         }
         true
     }
+}
+
+fn is_same(before: &[Arc<Table>], now: &[Arc<Table>]) -> bool {
+    before.len() == now.len() && before.iter().zip(now).all(|(a, b)| Arc::ptr_eq(a, b))
 }

@@ -9,7 +9,6 @@ use super::{Key, Store};
 use crate::blocks::Blocks;
 use crate::environment::Environment;
 use crate::error::Error;
-use crate::layout::Malformed;
 use crate::reach::Reach;
 use crate::ticket::Hold;
 
@@ -115,12 +114,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
                 // The directory changes before the subtable does, so another subtable has the key
                 // now. The same one means that remote memory has a foreign prefix.
                 None => {
-                    let header = table.spot.header;
-                    if before == Some(header) {
-                        let what = Malformed("a bucket has the prefix of other keys");
-                        return Err(Error::Malformed { at: header.at(0), what });
+                    if before == Some(table.spot.header) {
+                        return Err(self.foreign_prefix(&table));
                     }
-                    before = Some(header);
+                    before = Some(table.spot.header);
                 }
             }
         }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
+use verbs::completion::Source;
 use verbs::{MemoryRegion, Nic, QpChange, Qpn, QueuePair, Status};
 
 use super::Options;
@@ -28,6 +29,8 @@ pub(super) struct Inner<N: Nic> {
     pub(super) page_bytes: Option<usize>,
     pub(super) info: Scheme,
     pub(super) groups: Vec<Group<N>>,
+    /// All completions of this connection: the groups' first.
+    pub(super) sources: Vec<Source>,
     /// The QPs of all lanes but the first, if they can be lent.
     pub(super) lendable: Option<Lendable<N>>,
     pub(super) bounce: Arc<Bounce<N>>,

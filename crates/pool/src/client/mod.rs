@@ -16,6 +16,7 @@ mod connect;
 pub mod control;
 mod detached;
 mod embedded;
+mod event_loop;
 mod inner;
 pub mod lend;
 mod operation;
@@ -45,6 +46,7 @@ use self::connect::Reconnect;
 use self::control::ControlPlane;
 use self::detached::Detached;
 use self::embedded::LocalControl;
+use self::event_loop::sources;
 use self::inner::Inner;
 use self::lend::Lendable;
 use crate::protocol::{NodeHello, Status};
@@ -210,6 +212,7 @@ impl<N: Nic> Pool<N> {
             scheme::Access::OneSided => None,
             scheme::Access::Paged(pages) => Some(pages.page_bytes()),
         };
+        let sources = sources(&groups, lendable.as_deref(), &*scheme);
         let memory = nic.alloc_dma(bulletin::BYTES)?;
         let bulletin = nic.reg_mr(&pd, &memory, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
         let at = bulletin.remote(0);
@@ -229,6 +232,7 @@ impl<N: Nic> Pool<N> {
             pd,
             scheme,
             groups,
+            sources,
             lendable: lendable.map(Lendable::new),
             bulletin,
             seen_empty: AtomicU32::new(0),
@@ -259,6 +263,13 @@ impl<N: Nic> Pool<N> {
     /// Size of a chunk in bytes.
     pub fn chunk_bytes(&self) -> u64 {
         self.inner.terms.chunk_bytes
+    }
+
+    /// Address of the memory node's first chunk. `grant.addr` minus this address is an offset that
+    /// names the same memory for every compute node, for as long as the memory node runs. `None` in
+    /// schemes with access by pages, where a grant does not name a place.
+    pub fn first_chunk(&self) -> Option<u64> {
+        self.inner.terms.first_chunk
     }
 
     /// Number of QP groups of this compute node.

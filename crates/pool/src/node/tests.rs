@@ -19,6 +19,7 @@ impl NodeScheme for Stubborn {
             credits: 1,
             management: Vec::new(),
             groups: Vec::new(),
+            first_chunk: None,
             terms: Terms::new(),
         })
     }
@@ -62,6 +63,10 @@ impl NodeScheme for Stubborn {
     }
 
     fn set_start(&mut self, _: ClientId, _: QpSet, _: Start) {}
+
+    fn first_chunk(&self) -> Option<u64> {
+        None
+    }
 
     fn status(&mut self) -> Result<NodeStatus, Error> {
         Ok(NodeStatus { clients: self.here.len() as u64, ..NodeStatus::default() })

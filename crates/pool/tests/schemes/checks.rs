@@ -92,6 +92,18 @@ pub fn chunk_is_zero_and_keeps_written_data(setup: &Setup) {
     node.check_whole(8);
 }
 
+/// An offset from the first chunk names the same memory for every compute node.
+pub fn chunks_are_named_by_their_offset(setup: &Setup) {
+    let node = setup.node(8);
+    let pools = [node.connect(), node.connect()];
+    let first = pools[0].first_chunk().unwrap();
+    assert_eq!(pools[1].first_chunk(), Some(first));
+    let grants: Vec<_> = (0..8).map(|i| pools[i % 2].allocate_blocking().unwrap()).collect();
+    let mut offsets: Vec<_> = grants.iter().map(|grant| grant.addr - first).collect();
+    offsets.sort_unstable();
+    assert_eq!(offsets, Vec::from_iter((0..8).map(|i| i * CHUNK)));
+}
+
 pub fn the_next_owner_reads_zeros(setup: &Setup) {
     let node = setup.node(1);
     let (a, b) = (node.connect(), node.connect());

@@ -5,6 +5,7 @@ mod batches;
 mod checks;
 #[path = "../common/mod.rs"]
 mod common;
+mod event_loop;
 mod gone;
 mod pages;
 mod place;
@@ -45,12 +46,18 @@ macro_rules! scheme {
                 fn operations_end_when_the_node_dies() {
                     crate::gone::operations_end_when_the_node_dies($how);
                 }
+
+                #[test]
+                fn tasks_end_when_the_node_dies() {
+                    crate::event_loop::tasks_end_when_the_node_dies($how);
+                }
             }
         }
     };
     (@all $how:expr, $place:expr) => {
         run!($how, $place, [
             chunk_is_zero_and_keeps_written_data,
+            chunks_are_named_by_their_offset,
             the_next_owner_reads_zeros,
             keys_are_dead_after_free,
             accesses_beyond_the_grant_are_refused,
@@ -75,6 +82,10 @@ macro_rules! scheme {
             refused_list_has_no_effect,
             lists_survive_bad_accesses_of_other_threads,
             abandoned_lists_keep_their_memory,
+        ]);
+        run!(event_loop, $how, $place, [
+            tasks_allocate_use_and_free,
+            loops_of_two_threads_share_a_group,
         ]);
     };
 }

@@ -228,6 +228,7 @@ pub fn departure_returns_all_chunks(setup: &Setup) {
 pub fn access_that_is_not_a_whole_page_is_refused(setup: &Setup) {
     let node = start(setup, 4);
     let pool = node.connect();
+    assert_eq!(pool.first_chunk(), None, "a page has no place of its own");
     let grant = pool.allocate_blocking().unwrap();
     pool.write_blocking(&grant, 0, &[3; PAGE]).unwrap();
     let buffer = pool.buffer(PAGE).unwrap();

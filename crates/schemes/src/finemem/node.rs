@@ -260,6 +260,10 @@ impl<N: Nic> NodeScheme for Node<N> {
         options::terms(&self.options)
     }
 
+    fn first_chunk(&self) -> Option<u64> {
+        Some(self.memory.addr())
+    }
+
     fn status(&mut self) -> Result<NodeStatus, Error> {
         let (quarantined, taken) = self.taken_blocks();
         let lacking = match self.release {

@@ -355,6 +355,10 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         Cpu { events: Some(self.events.clone()), ..Cpu::default() }
     }
 
+    fn first_chunk(&self) -> Option<u64> {
+        None
+    }
+
     fn status(&mut self) -> Result<NodeStatus, Error> {
         let pushed = self.nic.cq_count(&self.pushes)?;
         self.frees += (pushed.wrapping_sub(self.pushes_seen) & 0xff_ffff) as u64;

@@ -348,6 +348,10 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         Ok(true)
     }
 
+    fn first_chunk(&self) -> Option<u64> {
+        Some(self.memory.chunks.memory().addr())
+    }
+
     fn status(&mut self) -> Result<NodeStatus, Error> {
         let pushed = self.nic.cq_count(&self.pushes)?;
         self.counted.frees += (pushed.wrapping_sub(self.counted.pushes_seen) & 0xff_ffff) as u64;

@@ -249,6 +249,10 @@ impl<N: Nic> NodeScheme for Node<N> {
         }
     }
 
+    fn first_chunk(&self) -> Option<u64> {
+        Some(self.shared.memory.memory().addr())
+    }
+
     fn terms(&self) -> options::Terms {
         options::terms(&serde_json::json!({ "control": self.options.control }))
     }

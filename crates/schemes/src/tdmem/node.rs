@@ -256,6 +256,10 @@ impl<N: Nic> NodeScheme for Node<N> {
         Cpu { events: Some(self.administrator.events()), ..Cpu::default() }
     }
 
+    fn first_chunk(&self) -> Option<u64> {
+        None
+    }
+
     fn status(&mut self) -> Result<NodeStatus, Error> {
         let counts = &self.tables.counts;
         let [draws, frees, reclaimed, refused] =

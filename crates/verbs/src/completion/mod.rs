@@ -55,6 +55,9 @@ pub fn position(completion: &Completion) -> usize {
 /// Maximum number of completions taken by one poll.
 const BATCH: usize = 16;
 
+/// See [`Completer::IDLE`].
+pub(crate) const IDLE: Duration = sleep::SLEEP_MAX;
+
 /// A CQ whose completions are handed to the waiters of their operations.
 pub struct Completer<C: CompletionQueue>(Arc<Inner<C>>);
 
@@ -195,12 +198,37 @@ impl<C: CompletionQueue> Completer<C> {
     }
 
     /// Time without a completion before the callback of [`Completer::when_idle`] runs.
-    pub const IDLE: Duration = sleep::SLEEP_MAX;
+    pub const IDLE: Duration = IDLE;
 
     /// Polls once on behalf of all waiters and returns the number of completions.
     #[inline]
     pub fn poll(&self) -> usize {
         self.0.poll()
+    }
+
+    /// Returns the completer without the type of its NIC.
+    pub fn source(&self) -> Source {
+        Source(self.0.clone())
+    }
+}
+
+/// A [`Completer`] of any NIC: a source of completions for an event loop.
+#[derive(Clone)]
+pub struct Source(Arc<dyn Reactor>);
+
+impl Source {
+    /// Polls once on behalf of all waiters and returns the number of completions.
+    #[inline]
+    pub fn poll(&self) -> usize {
+        self.0.poll()
+    }
+
+    /// Sleeps on the CQ until a completion can be polled or `timeout` has passed. May return early.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] if the NIC is gone. The waiters have been woken.
+    pub fn wait(&self, timeout: Duration) -> Result<(), Error> {
+        self.0.wait(timeout, &|| false)
     }
 }
 
@@ -262,8 +290,8 @@ impl<C: CompletionQueue> Reactor for Inner<C> {
         self.cq.offer_cpu()
     }
 
-    fn is_watched(&self) -> bool {
-        self.watched.load(Ordering::SeqCst) > 0
+    fn watchers(&self) -> usize {
+        self.watched.load(Ordering::SeqCst)
     }
 
     fn wait(&self, timeout: Duration, done: &dyn Fn() -> bool) -> Result<(), Error> {
@@ -283,6 +311,15 @@ impl<C: CompletionQueue> Reactor for Inner<C> {
     fn sleep_until(self: Arc<Self>, done: &dyn Fn() -> bool) -> Result<(), Error> {
         let reactor: Arc<dyn Reactor> = self.clone();
         self.sleepers.sleep_until(&reactor, done)
+    }
+
+    fn sleep_once(
+        self: Arc<Self>,
+        timeout: Duration,
+        done: &dyn Fn() -> bool,
+    ) -> Result<usize, Error> {
+        let reactor: Arc<dyn Reactor> = self.clone();
+        self.sleepers.sleep_once(&reactor, timeout, done)
     }
 
     fn ensure_driver(self: Arc<Self>) {

@@ -3,12 +3,12 @@
 //! Both sides use this module: `completion` implements reactors, and
 //! [`executor`](crate::executor) polls them.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Wake;
 use std::thread::Thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -20,8 +20,8 @@ pub(crate) trait Reactor: Send + Sync {
     fn poll(&self) -> usize;
     /// Yields this thread's CPU to the NIC if the NIC needs it to run.
     fn offer_cpu(&self) -> bool;
-    /// Returns whether a future waits.
-    fn is_watched(&self) -> bool;
+    /// Returns the number of waiting futures and threads.
+    fn watchers(&self) -> usize;
     /// Sleeps on the CQ.
     fn wait(&self, timeout: Duration, done: &dyn Fn() -> bool) -> Result<(), Error>;
     /// Runs the idle callback after a time without completions.
@@ -30,14 +30,25 @@ pub(crate) trait Reactor: Send + Sync {
     fn wake_leader(&self);
     /// Polls until `done` returns true, and sleeps while there is nothing to poll.
     fn sleep_until(self: Arc<Self>, done: &dyn Fn() -> bool) -> Result<(), Error>;
+    /// Sleeps once, for at most `timeout`, unless `done` returns true. Returns the number of
+    /// completions polled then.
+    fn sleep_once(
+        self: Arc<Self>,
+        timeout: Duration,
+        done: &dyn Fn() -> bool,
+    ) -> Result<usize, Error>;
     /// Ensures that a driver thread polls while futures wait.
     fn ensure_driver(self: Arc<Self>);
 }
 
 thread_local! {
-    /// The reactors that this thread's future waits for; `None` outside of
-    /// [`block_on`](crate::executor::block_on).
+    /// The reactors that this thread's futures wait for; `None` while the thread polls none of its
+    /// own futures ([`block_on`](crate::executor::block_on), [`Tasks`](crate::executor::Tasks)).
     static DRIVEN: RefCell<Option<Vec<Arc<dyn Reactor>>>> = const { RefCell::new(None) };
+    /// The reactors of this thread's tasks, between two rounds.
+    static LOOP: RefCell<Vec<Arc<dyn Reactor>>> = const { RefCell::new(Vec::new()) };
+    /// Time at which the idle callbacks of [`LOOP`] ran last.
+    static IDLE_AT: Cell<Option<Instant>> = const { Cell::new(None) };
     /// The waker of this thread.
     static ME: Arc<ThreadWaker> = Arc::new(ThreadWaker {
         thread: std::thread::current(),
@@ -66,8 +77,27 @@ pub(crate) fn drive<R: Reactor + 'static>(reactor: Arc<R>) {
 /// Takes the reactors that futures of this thread wait for.
 pub(crate) fn take_reactors() -> Vec<Arc<dyn Reactor>> {
     let mut list = DRIVEN.replace(Some(Vec::new())).expect("within block_on");
-    list.retain(|r| r.is_watched());
+    list.retain(|r| r.watchers() > 0);
     list
+}
+
+/// Returns the reactors that tasks of this thread wait for.
+pub(crate) fn reactors_of_loop() -> Vec<Arc<dyn Reactor>> {
+    LOOP.with_borrow_mut(|list| {
+        list.retain(|r| r.watchers() > 0);
+        list.clone()
+    })
+}
+
+/// Returns true, about once in `period`, if this thread's tasks wait for completions.
+pub(crate) fn idle_for(period: Duration) -> bool {
+    let now = Instant::now();
+    let before = IDLE_AT.get();
+    let is_over = before.is_some_and(|before| now.duration_since(before) >= period);
+    if is_over || before.is_none() {
+        IDLE_AT.set(Some(now));
+    }
+    is_over
 }
 
 /// Returns the reactors that [`take_reactors`] took.
@@ -80,23 +110,40 @@ pub(crate) fn put_back(mut list: Vec<Arc<dyn Reactor>>) {
     });
 }
 
-/// Marks this thread as running a future.
-pub(crate) struct Entered;
+/// Marks this thread as running futures of its own.
+pub(crate) struct Entered {
+    /// The futures are tasks, whose reactors are kept for the next round.
+    is_loop: bool,
+}
 
 impl Entered {
     /// Starts to run a future. Panics if the thread already runs one.
     pub fn enter() -> Self {
+        Self::with(Vec::new(), false)
+    }
+
+    /// Starts a round of tasks. Panics if the thread already runs a future.
+    pub fn enter_loop() -> Self {
+        let mut list = LOOP.take();
+        list.retain(|r| r.watchers() > 0);
+        Self::with(list, true)
+    }
+
+    fn with(list: Vec<Arc<dyn Reactor>>, is_loop: bool) -> Self {
         DRIVEN.with_borrow_mut(|driven| {
-            assert!(driven.is_none(), "block_on within block_on");
-            *driven = Some(Vec::new());
+            assert!(driven.is_none(), "block_on within block_on, or within a task");
+            *driven = Some(list);
         });
-        Entered
+        Entered { is_loop }
     }
 }
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        DRIVEN.set(None);
+        let list = DRIVEN.take();
+        if self.is_loop {
+            LOOP.set(list.unwrap_or_default());
+        }
     }
 }
 

@@ -49,22 +49,51 @@ impl Sleepers {
                 self.wake_next_leader();
                 return result;
             }
-            self.parked.lock().push(me.thread().clone());
-            // If the leader left before it could see this thread in the list, the lock is free.
-            if self.lead.is_locked() && !done() {
-                std::thread::park_timeout(SLEEP_MAX);
-            }
-            let mut parked = self.parked.lock();
-            match parked.iter().position(|t| t.id() == me.thread().id()) {
-                Some(at) => drop(parked.swap_remove(at)),
-                None => must_lead = true,
-            }
+            must_lead |= self.follow(&me, SLEEP_MAX, done);
         }
         if must_lead {
             // This thread was chosen as the leader but no longer waits.
             self.wake_next_leader();
         }
         Ok(())
+    }
+
+    /// Sleeps once, for at most `timeout`, unless `done` returns true. A thread that leads polls
+    /// then, and returns the number of completions.
+    pub fn sleep_once(
+        &self,
+        reactor: &Arc<dyn Reactor>,
+        timeout: Duration,
+        done: &dyn Fn() -> bool,
+    ) -> Result<usize, Error> {
+        let me = ThreadWaker::current();
+        let Some(lead) = self.lead.try_lock() else {
+            if self.follow(&me, timeout, done) {
+                // The caller may not come back.
+                self.wake_next_leader();
+            }
+            return Ok(0);
+        };
+        me.set_leads(Some(reactor.clone()));
+        let slept = reactor.wait(timeout.min(SLEEP_MAX), done);
+        let polled = reactor.poll();
+        me.set_leads(None);
+        drop(lead);
+        self.wake_next_leader();
+        slept.map(|()| polled)
+    }
+
+    /// Parks this thread as a follower, for at most `timeout`. Returns true if the thread was
+    /// chosen as the next leader.
+    fn follow(&self, me: &ThreadWaker, timeout: Duration, done: &dyn Fn() -> bool) -> bool {
+        self.parked.lock().push(me.thread().clone());
+        // If the leader left before it could see this thread in the list, the lock is free.
+        if self.lead.is_locked() && !done() {
+            std::thread::park_timeout(timeout);
+        }
+        let mut parked = self.parked.lock();
+        let own = parked.iter().position(|t| t.id() == me.thread().id());
+        own.map(|at| drop(parked.swap_remove(at))).is_none()
     }
 
     /// Unparks a follower, which becomes the leader.
