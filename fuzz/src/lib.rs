@@ -13,6 +13,8 @@
 //! | `assist` | a packet to the assist, and the entries of a ring | each request is within its frames; the rest is refused |
 //! | `kv_memory` | root, directory, subtables and blocks of a store | the store opens, or not; no call panics or does not end |
 //! | `seal` | sealed bytes, a seal and a place | bytes open only as they were stored; all other outputs are zeros |
+//! | `resp` | requests and replies of the Redis protocol | parsing does not depend on how bytes arrive; limits hold |
+//! | `rdb` | a database file, a payload of DUMP, and keys | strings are within the limit; the reader reads what the writer wrote |
 //! | `hosts` | bytes to a memory node's TCP port | the memory node answers another host |
 
 pub mod assist;
@@ -22,6 +24,8 @@ pub mod hosts;
 mod input;
 pub mod kv_memory;
 pub mod packets;
+pub mod rdb;
+pub mod resp;
 pub mod seal;
 pub mod service;
 pub mod session;

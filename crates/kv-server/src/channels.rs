@@ -122,8 +122,6 @@ fn write(
 
 #[cfg(test)]
 mod tests {
-    use std::task::Waker;
-
     use super::*;
     use crate::client::Origin;
 
@@ -138,7 +136,7 @@ mod tests {
             is_unix: false,
             user: Arc::from(&b"default"[..]),
         };
-        Arc::new(Client::new(origin, Waker::noop().clone()))
+        Arc::new(Client::new(origin))
     }
 
     #[test]
@@ -170,7 +168,7 @@ mod tests {
         let limit = OutputLimit { hard: 1000, soft: 0, soft_s: 0 };
         let slow = client(1);
         channels.subscribe(To::Channel, &Arc::from(&b"c"[..]), &slow);
-        for _ in 0..20 {
+        for _ in 0..15 {
             channels.publish(b"c", &[b'x'; 20], limit);
         }
         assert!(!slow.has(crate::client::flag::KILLED));

@@ -1,8 +1,8 @@
 //! What other threads see of a connection, and the mail that they send to it.
 
 use std::io::Write;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::task::Waker;
 
 use parking_lot::Mutex;
@@ -57,7 +57,8 @@ pub struct Client {
     pub thread: usize,
     /// When the connection came, in milliseconds since 1970.
     pub since_ms: u64,
-    waker: Waker,
+    /// Set by the connection's task at its begin.
+    waker: OnceLock<Waker>,
     flags: AtomicU32,
     last_ms: AtomicU64,
     db: AtomicU32,
@@ -92,7 +93,7 @@ pub(crate) struct Origin {
 }
 
 impl Client {
-    pub(crate) fn new(origin: Origin, waker: Waker) -> Self {
+    pub(crate) fn new(origin: Origin) -> Self {
         Self {
             id: origin.id,
             address: origin.address,
@@ -100,7 +101,7 @@ impl Client {
             fd: origin.fd,
             thread: origin.thread,
             since_ms: origin.now_ms,
-            waker,
+            waker: OnceLock::new(),
             flags: AtomicU32::new(if origin.is_unix { flag::UNIX } else { 0 }),
             last_ms: AtomicU64::new(origin.now_ms),
             db: AtomicU32::new(0),
@@ -136,12 +137,18 @@ impl Client {
     /// Ends the connection. Its task drops the socket.
     pub fn kill(&self) {
         self.set(flag::KILLED);
-        self.waker.wake_by_ref();
+        self.wake();
     }
 
-    /// Makes the connection's task look at its flags.
-    pub(crate) fn wake(&self) {
-        self.waker.wake_by_ref();
+    /// Sets the waker of the connection's task.
+    pub(crate) fn set_waker(&self, waker: Waker) {
+        self.waker.get_or_init(|| waker);
+    }
+
+    fn wake(&self) {
+        if let Some(waker) = self.waker.get() {
+            waker.wake_by_ref();
+        }
     }
 
     /// Appends bytes to the mail, unless the connection does not read for too long: then ends it.
@@ -159,7 +166,7 @@ impl Client {
         }
         if !self.has(flag::MAIL) {
             self.set(flag::MAIL);
-            self.waker.wake_by_ref();
+            self.wake();
         }
     }
 

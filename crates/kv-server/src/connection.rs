@@ -24,8 +24,8 @@ use crate::worker::Worker;
 const READ_BYTES: usize = 16 << 10;
 /// A value of this length is read into memory of its own.
 const LARGE_BYTES: usize = 16 << 10;
-/// Bytes of a read of a large value.
-const LARGE_READ_BYTES: usize = 1 << 20;
+/// Least growth of the memory of a large value.
+const LARGE_GROWTH_BYTES: usize = 1 << 20;
 /// Replies of this length are sent before the next command is executed.
 const FLUSH_BYTES: usize = 64 << 10;
 /// Commands that a connection executes before other connections have their turn.
@@ -64,6 +64,9 @@ pub(crate) async fn serve<K: Keyspace>(accepted: Accepted, seat: Seat<K>) {
     let worker = seat.worker.clone();
     match Stream::new(accepted.fd, accepted.tls) {
         Ok(stream) => {
+            // Other threads end or wake the connection from now on.
+            let waker = poll_fn(|cx| Poll::Ready(cx.waker().clone())).await;
+            client.set_waker(waker);
             let login = worker.server.users.first_login();
             let mut connection = Connection::<K> {
                 stream,
@@ -238,12 +241,8 @@ impl<K: Keyspace> Connection<K> {
                     self.readiness.writable.set(false);
                     self.note_buffers(self.out.len() - sent);
                     let (client, readiness) = (&self.session.client, &self.readiness);
-                    poll_fn(|_| match () {
-                        () if client.has(flag::KILLED) => Poll::Ready(()),
-                        () if readiness.writable.get() => Poll::Ready(()),
-                        () => Poll::Pending,
-                    })
-                    .await;
+                    let _rest = self.worker.rest();
+                    readiness.wait(|| client.has(flag::KILLED) || readiness.writable.get()).await;
                     if client.has(flag::KILLED) {
                         return Err(ErrorKind::ConnectionAborted.into());
                     }
@@ -291,12 +290,10 @@ impl<K: Keyspace> Connection<K> {
 
     async fn wait(&self) {
         let (client, readiness, stream) = (&self.session.client, &self.readiness, &self.stream);
-        poll_fn(|_| match () {
-            () if client.has(flag::EVENTS) || readiness.readable.get() => Poll::Ready(()),
-            () if stream.holds_bytes() && readiness.writable.get() => Poll::Ready(()),
-            () => Poll::Pending,
-        })
-        .await;
+        let has_room = || stream.holds_bytes() && readiness.writable.get();
+        let is_awaited = || client.has(flag::EVENTS) || readiness.readable.get() || has_room();
+        let _rest = self.worker.rest();
+        readiness.wait(is_awaited).await;
     }
 
     /// Reads once. Returns whether bytes were read.
@@ -307,13 +304,13 @@ impl<K: Keyspace> Connection<K> {
         }
         let taken = match self.large.last_mut().filter(|_| self.missing > 0) {
             Some(large) => {
-                let most = self.missing.min(LARGE_READ_BYTES);
                 // Memory follows the bytes that came, not the length that was announced.
-                let spare = large.bytes.capacity() - large.bytes.len();
-                if spare < most {
-                    let more = large.bytes.len().max(LARGE_READ_BYTES).min(self.missing);
-                    large.bytes.reserve_exact(more);
+                if large.bytes.len() == large.bytes.capacity() {
+                    let more = large.bytes.len().max(LARGE_GROWTH_BYTES);
+                    large.bytes.reserve_exact(more.min(self.missing));
                 }
+                let spare = large.bytes.capacity() - large.bytes.len();
+                let most = spare.min(self.missing);
                 self.stream.read(&mut large.bytes, most)
             }
             None => self.stream.read(&mut self.input, READ_BYTES),

@@ -5,8 +5,7 @@ use std::task::Poll;
 
 use redis_formats::acl::Denied;
 use redis_formats::command::bits::flag::{
-    ADMIN, DENYOOM, LOADING, NO_AUTH, NO_MULTI, PUBSUB, SKIP_MONITOR, SKIP_SLOWLOG,
-    WRITE,
+    ADMIN, DENYOOM, LOADING, NO_AUTH, NO_MULTI, PUBSUB, SKIP_MONITOR, SKIP_SLOWLOG, WRITE,
 };
 use redis_formats::command::{Arguments, Command, Id, Refusal, is_http, lookup};
 use redis_formats::reply::Protocol;
@@ -196,7 +195,6 @@ pub(crate) fn log_refusal<K: Keyspace>(
         object,
         user: user.to_vec(),
         client,
-        id: 0,
         created_ms: 0,
         updated_ms: 0,
     };
@@ -257,6 +255,7 @@ async fn wait_for_pause<K: Keyspace>(context: &Context<'_, K>) -> bool {
     let holds = || server.pause.holds(context.command, writes, worker.now_ms());
     let Some(mut until_ms) = holds() else { return true };
     client.set(flag::PAUSED);
+    let _rest = worker.rest();
     poll_fn(|cx| {
         if client.has(flag::KILLED) || server.is_ending() {
             return Poll::Ready(());

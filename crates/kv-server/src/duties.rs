@@ -1,9 +1,7 @@
 //! Tasks of a thread that serve no connection: loading, the end, accepting.
 
-use std::future::poll_fn;
 use std::io::{self, ErrorKind};
 use std::sync::atomic::Ordering;
-use std::task::Poll;
 use std::time::Duration;
 
 use rustix::net::{SendFlags, send};
@@ -67,12 +65,9 @@ pub(crate) async fn accept<K: Keyspace>(listener: Listener, seat: &Seat<K>) {
 
 /// Waits until the socket is readable. Returns false if the server ends.
 async fn readable(readiness: &Readiness, worker: &Worker) -> bool {
-    poll_fn(|_| match () {
-        () if worker.server.is_ending() => Poll::Ready(false),
-        () if readiness.readable.get() => Poll::Ready(true),
-        () => Poll::Pending,
-    })
-    .await
+    let _rest = worker.rest();
+    readiness.wait(|| worker.server.is_ending() || readiness.readable.get()).await;
+    !worker.server.is_ending()
 }
 
 /// Returns whether an error concerns the accepted connection only.
@@ -105,5 +100,5 @@ fn place(accepted: Accepted, worker: &Worker) {
     }
     let thread = &server.threads[server.idlest()];
     thread.connections.fetch_add(1, Ordering::Relaxed);
-    thread.start(Job::Serve(accepted));
+    thread.inbox.push(Job::Serve(accepted));
 }

@@ -28,7 +28,9 @@ pub enum Error {
     #[error("reading the users: {0}; correct the rules")]
     Users(String),
     /// No address is listened at.
-    #[error("starting the server: no port and no unixsocket is set; set port, tls-port or unixsocket")]
+    #[error(
+        "starting the server: no port and no unixsocket is set; set port, tls-port or unixsocket"
+    )]
     NoAddress,
     /// The system refused a call.
     #[error("{attempt}: {cause}; raise the limits of the system or lower io-threads")]
@@ -39,6 +41,21 @@ pub enum Error {
         #[source]
         cause: std::io::Error,
     },
+    /// The system refused an event.
+    #[error(transparent)]
+    Event(#[from] verbs::Error),
+    /// The scheme of the pool is not for stores.
+    #[error(
+        "creating the store: the scheme of the pool has no chunks that a store can divide; use a \
+         memory node with another scheme, for example onesidedmw"
+    )]
+    Scheme,
+    /// The heap of the store cannot be made.
+    #[error(transparent)]
+    Heap(#[from] heap::Error),
+    /// The store cannot be made.
+    #[error(transparent)]
+    Store(#[from] kv::Error),
     /// The server has ended because of an error.
     #[error("running the server: {0}")]
     Ended(String),

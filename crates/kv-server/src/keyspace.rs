@@ -94,13 +94,14 @@ pub trait Keyspace: Send + Sync + Sized + 'static {
     /// # Errors
     ///
     /// A text for the operator; SHUTDOWN then does not end the server.
-    fn finish(&self, worker: &Worker, save: Option<bool>) -> impl Future<Output = Result<(), String>>;
+    fn finish(
+        &self,
+        worker: &Worker,
+        save: Option<bool>,
+    ) -> impl Future<Output = Result<(), String>>;
 
     /// Takes completions and wakes the futures that wait for them. Returns their number.
     fn poll(&self) -> usize;
-
-    /// Returns whether an operation of the pool is in flight.
-    fn is_busy(&self) -> bool;
 
     /// Waits until an operation of the pool completes, at most for `limit`.
     fn park(&self, limit: Duration);

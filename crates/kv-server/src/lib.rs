@@ -9,6 +9,7 @@
 //! | module | content |
 //! | --- | --- |
 //! | [`keyspace`] | what the server needs of a store; the execution of commands on data |
+//! | [`data`] | a store of crate `kv` over a pool, behind the server |
 //! | [`context`] | what the execution of a command has |
 //! | [`session`], [`client`] | a connection: for its own thread, for other threads |
 //! | [`config`] | parameters with the names of redis.conf |
@@ -20,13 +21,14 @@
 //! A thread runs to completion and shares nothing that makes another one wait. A connection is one
 //! task on one thread, so its pipeline is executed in order and answered with one write.
 
-pub mod client;
 mod channels;
+pub mod client;
 mod commands;
 pub mod config;
 mod connection;
 pub mod context;
 mod cron;
+pub mod data;
 mod dispatch;
 mod duties;
 mod error;
@@ -43,8 +45,6 @@ pub mod session;
 mod slowlog;
 mod start;
 pub mod stats;
-#[cfg(test)]
-mod tests;
 mod users;
 pub mod worker;
 

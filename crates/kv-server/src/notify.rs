@@ -36,7 +36,9 @@ pub fn print(bits: u32) -> String {
             text.push(class.into());
         }
     }
-    for (own, letter) in [(KEYSPACE, 'K'), (KEYEVENT, 'E'), (bits_of(b'm'), 'm'), (bits_of(b'n'), 'n')] {
+    for (own, letter) in
+        [(KEYSPACE, 'K'), (KEYEVENT, 'E'), (bits_of(b'm'), 'm'), (bits_of(b'n'), 'n')]
+    {
         if bits & own != 0 {
             text.push(letter);
         }

@@ -16,7 +16,6 @@ pub(crate) struct Entry {
     pub object: Vec<u8>,
     pub user: Vec<u8>,
     pub client: Vec<u8>,
-    pub id: u64,
     pub created_ms: u64,
     pub updated_ms: u64,
 }
@@ -24,14 +23,13 @@ pub(crate) struct Entry {
 /// The log; the newest entry is first.
 #[derive(Debug, Default)]
 pub(crate) struct SecurityLog {
-    state: Mutex<(u64, VecDeque<Entry>)>,
+    entries: Mutex<VecDeque<Entry>>,
 }
 
 impl SecurityLog {
-    /// Adds an entry, whose count, number and times are set here.
+    /// Adds an entry, whose count and times are set here.
     pub fn add(&self, entry: Entry, limit: usize, now_ms: u64) {
-        let mut state = self.state.lock();
-        let (next, entries) = &mut *state;
+        let mut entries = self.entries.lock();
         let is_same = |own: &&mut Entry| {
             own.reason == entry.reason
                 && own.context == entry.context
@@ -45,17 +43,15 @@ impl SecurityLog {
             own.client = entry.client;
             return;
         }
-        let id = *next;
-        *next += 1;
-        entries.push_front(Entry { count: 1, id, created_ms: now_ms, updated_ms: now_ms, ..entry });
+        entries.push_front(Entry { count: 1, created_ms: now_ms, updated_ms: now_ms, ..entry });
         entries.truncate(limit);
     }
 
     pub fn newest(&self, count: usize) -> Vec<Entry> {
-        self.state.lock().1.iter().take(count).cloned().collect()
+        self.entries.lock().iter().take(count).cloned().collect()
     }
 
     pub fn clear(&self) {
-        self.state.lock().1.clear();
+        self.entries.lock().clear();
     }
 }

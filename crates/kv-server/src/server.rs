@@ -1,6 +1,6 @@
 //! State that all threads of a server share.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::task::Waker;
@@ -16,7 +16,7 @@ use crate::config::Config;
 use crate::latency::Latency;
 use crate::monitor::Monitors;
 use crate::net::event_loop::Job;
-use crate::net::tasks::Ready;
+use crate::net::inbox::Inbox;
 use crate::notify;
 use crate::security_log::SecurityLog;
 use crate::slowlog::SlowLog;
@@ -46,10 +46,6 @@ impl Clients {
     /// Gives a place back that [`Clients::enter`] has taken.
     pub fn leave(&self) {
         self.count.fetch_sub(1, Ordering::AcqRel);
-    }
-
-    pub fn count(&self) -> usize {
-        self.count.load(Ordering::Acquire)
     }
 
     pub fn add(&self, client: &Arc<Client>) {
@@ -118,30 +114,14 @@ impl Pause {
 /// What other threads reach of a thread.
 #[derive(Debug)]
 pub(crate) struct Handle {
-    pub ready: Arc<Ready>,
+    pub inbox: Inbox,
     pub stats: Stats,
     pub connections: AtomicUsize,
-    inbox: Mutex<VecDeque<Job>>,
 }
 
 impl Handle {
-    pub fn new(ready: Arc<Ready>) -> Self {
-        Self {
-            ready,
-            stats: Stats::default(),
-            connections: AtomicUsize::new(0),
-            inbox: Mutex::default(),
-        }
-    }
-
-    /// Starts a task on the thread.
-    pub fn start(&self, job: Job) {
-        self.inbox.lock().push_back(job);
-        self.ready.poke();
-    }
-
-    pub fn take(&self) -> Option<Job> {
-        self.inbox.lock().pop_front()
+    pub fn new(inbox: Inbox) -> Self {
+        Self { inbox, stats: Stats::default(), connections: AtomicUsize::new(0) }
     }
 }
 
@@ -237,21 +217,17 @@ impl Server {
 
     /// Asks the server to save if the configuration says so, and to end.
     pub(crate) fn ask_to_end(&self) {
-        let before = self.ending.compare_exchange(
-            RUNNING,
-            ASKED,
-            Ordering::AcqRel,
-            Ordering::Acquire,
-        );
+        let before =
+            self.ending.compare_exchange(RUNNING, ASKED, Ordering::AcqRel, Ordering::Acquire);
         if before.is_ok() {
-            self.threads[0].start(Job::Finish);
+            self.threads[0].inbox.push(Job::Finish);
         }
     }
 
     /// Ends all threads. Connections are closed without a further reply.
     pub(crate) fn end(&self) {
         self.ending.store(ENDING, Ordering::Release);
-        self.threads.iter().for_each(|thread| thread.ready.poke());
+        self.threads.iter().for_each(|thread| thread.inbox.wake());
     }
 
     /// Ends the server because of an error.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use redis_formats::command::{Arguments, Command};
 use redis_formats::reply::Protocol;
 
-use crate::client::{Client, flag};
+use crate::client::Client;
 use crate::users::Login;
 
 /// A command that waits for EXEC.
@@ -180,10 +180,5 @@ impl Session {
     /// With RESP2, a connection with subscriptions executes few commands only.
     pub(crate) fn is_subscriber(&self) -> bool {
         self.subscriptions.count() > 0
-    }
-
-    /// Returns whether the connection sees each command of the server.
-    pub(crate) fn is_monitor(&self) -> bool {
-        self.client.has(flag::MONITOR)
     }
 }

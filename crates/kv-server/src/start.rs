@@ -10,8 +10,8 @@ use crate::config::{Config, Ignored};
 use crate::error::Error;
 use crate::keyspace::Keyspace;
 use crate::net::event_loop::{self, Job};
+use crate::net::inbox::Inbox;
 use crate::net::listen;
-use crate::net::tasks::Ready;
 use crate::server::{Handle, Server};
 use crate::users::Users;
 
@@ -47,13 +47,13 @@ impl Setup {
         let count = self.config.number("io-threads").max(1);
         let system = |attempt| move |cause: io::Error| Error::System { attempt, cause };
         let handles: Result<Box<[Handle]>, _> =
-            (0..count).map(|_| Ready::new().map(Handle::new)).collect();
-        let handles = handles.map_err(|cause| system("creating an event")(cause.into()))?;
+            (0..count).map(|_| Inbox::new().map(Handle::new)).collect();
+        let handles = handles?;
         let server = Arc::new(Server::new(self.config, users, handles, self.file));
         store.configured(&server);
         let mut threads = Vec::new();
         for index in 0..server.threads.len() {
-            server.threads[index].start(Job::Maintain);
+            server.threads[index].inbox.push(Job::Maintain);
             let (shared, store) = (server.clone(), store.clone());
             let run = move || {
                 let result = event_loop::run(shared.clone(), store, index);
@@ -71,9 +71,9 @@ impl Setup {
                 }
             }
         }
-        server.threads[0].start(Job::Load);
+        server.threads[0].inbox.push(Job::Load);
         for listener in listeners {
-            server.threads[0].start(Job::Accept(listener));
+            server.threads[0].inbox.push(Job::Accept(listener));
         }
         Ok(Running { server, threads, addresses })
     }

@@ -26,7 +26,8 @@ pub struct Worker {
     now_ms: Cell<u64>,
     now_ns: Cell<u64>,
     buffers: RefCell<Vec<Vec<u8>>>,
-    generation: Cell<u32>,
+    /// Tasks that wait for a socket, a timer or another connection, and not for the store.
+    resting: Cell<usize>,
 }
 
 impl Worker {
@@ -39,7 +40,7 @@ impl Worker {
             now_ms: Cell::new(0),
             now_ns: Cell::new(0),
             buffers: RefCell::default(),
-            generation: Cell::new(0),
+            resting: Cell::new(0),
         };
         worker.tick();
         worker
@@ -76,6 +77,7 @@ impl Worker {
     pub async fn wait(&self, time: Duration) {
         let due = self.elapsed_ns().saturating_add(time.as_nanos() as u64);
         let mut is_added = false;
+        let _rest = self.rest();
         poll_fn(|cx| {
             if self.elapsed_ns() >= due || self.server.is_ending() {
                 return Poll::Ready(());
@@ -102,12 +104,15 @@ impl Worker {
         .await;
     }
 
-    /// A number that no task of the thread has.
-    pub(crate) fn next_generation(&self) -> u32 {
-        // The highest number belongs to the event that ends the sleep.
-        let generation = self.generation.get() % (u32::MAX - 1) + 1;
-        self.generation.set(generation);
-        generation
+    /// Tells the event loop, until the value is dropped, that the task does not wait for the store.
+    pub(crate) fn rest(&self) -> Rest<'_> {
+        self.resting.set(self.resting.get() + 1);
+        Rest(self)
+    }
+
+    /// Number of tasks that do not wait for the store.
+    pub(crate) fn resting(&self) -> usize {
+        self.resting.get()
     }
 
     /// An empty buffer.
@@ -123,5 +128,14 @@ impl Worker {
             buffer.clear();
             buffers.push(buffer);
         }
+    }
+}
+
+/// A task that does not wait for the store.
+pub(crate) struct Rest<'a>(&'a Worker);
+
+impl Drop for Rest<'_> {
+    fn drop(&mut self) {
+        self.0.resting.set(self.0.resting.get() - 1);
     }
 }

@@ -1,8 +1,8 @@
 //! Lines of redis.conf, and sizes of memory.
 //!
 //! A line is a directive: a name and arguments, with quotes as in [`words`](crate::words). Empty
-//! lines and lines that begin with `#` are skipped. `include FILE` inserts the directives of another
-//! file. Because this crate opens no file, the caller passes a function that reads one.
+//! lines and lines that begin with `#` are skipped. `include FILE` inserts the directives of
+//! another file. Because this crate opens no file, the caller passes a function that reads one.
 
 use crate::words;
 

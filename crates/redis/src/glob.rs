@@ -5,8 +5,8 @@
 //! because a later `*` makes all choices of an earlier one irrelevant, the matcher returns to the
 //! latest `*` only.
 //!
-//! In one case the result is not that of Redis: `*` matches the empty text here. Redis has exceptions
-//! for the pattern `*` in KEYS, SCAN and ACL rules instead, and has none in PSUBSCRIBE.
+//! In one case the result is not that of Redis: `*` matches the empty text here. Redis has
+//! exceptions for the pattern `*` in KEYS, SCAN and ACL rules instead, and none in PSUBSCRIBE.
 
 /// Returns whether `pattern` matches all of `text`.
 pub fn matches(pattern: &[u8], text: &[u8]) -> bool {
@@ -185,7 +185,10 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn matcher_equals_the_exhaustive_one(pattern in r"[ab*?\[\]^\-\\]{0,10}", text in "[ab-]{0,10}") {
+        fn matcher_equals_the_exhaustive_one(
+            pattern in r"[ab*?\[\]^\-\\]{0,10}",
+            text in "[ab-]{0,10}",
+        ) {
             let (pattern, text) = (pattern.as_bytes(), text.as_bytes());
             assert_eq!(matches(pattern, text), slow(pattern, text));
         }

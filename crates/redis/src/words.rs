@@ -150,6 +150,9 @@ pub fn quote(word: &[u8], out: &mut Vec<u8>) {
 
 #[cfg(test)]
 mod tests {
+    use proptest::collection::vec;
+    use proptest::num::u8::ANY;
+
     use super::*;
 
     fn words(line: &str) -> Vec<String> {
@@ -184,7 +187,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn quoted_words_are_split_again(words in proptest::collection::vec(proptest::collection::vec(proptest::num::u8::ANY, 0..20), 0..5)) {
+        fn quoted_words_are_split_again(words in vec(vec(ANY, 0..20), 0..5)) {
             let mut line = Vec::new();
             for word in &words {
                 quote(word, &mut line);

@@ -50,7 +50,7 @@ fn strings() -> Strings {
                 .collect(),
         );
     }
-    let expiry = |n: usize| (n % 3 == 0).then_some(EXPIRY + n as i64);
+    let expiry = |n: usize| n.is_multiple_of(3).then_some(EXPIRY + n as i64);
     let keyed = values.into_iter().enumerate().map(|(n, value)| {
         let mut key = format!("key:{n}:").into_bytes();
         key.extend(value.iter().take(60));

@@ -24,7 +24,8 @@ pub(super) fn set<K: Keyspace>(cx: &mut Context<'_, K>) {
         return cx.error("ERR wrong number of arguments for 'config|set' command");
     }
     let words: Vec<&[u8]> = cx.args.from(2).collect();
-    let pairs: Vec<(&[u8], &[u8])> = words.as_chunks::<2>().0.iter().map(|&[a, b]| (a, b)).collect();
+    let pairs: Vec<(&[u8], &[u8])> =
+        words.as_chunks::<2>().0.iter().map(|&[a, b]| (a, b)).collect();
     let server = cx.server();
     match server.config.set(&pairs) {
         Ok(names) => {

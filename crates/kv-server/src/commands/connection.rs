@@ -110,8 +110,9 @@ pub(super) fn is_name(name: &[u8]) -> bool {
 pub(super) fn auth<K: Keyspace>(cx: &mut Context<'_, K>) {
     let is_logged_in = match cx.args.count() {
         2 => {
-            let needs_none =
-                |users: &Users| users.get(Users::DEFAULT).is_some_and(|own| own.needs_no_password());
+            let needs_none = |users: &Users| {
+                users.get(Users::DEFAULT).is_some_and(|own| own.needs_no_password())
+            };
             if cx.server().users.read(needs_none) {
                 return cx.error(NO_PASSWORD);
             }

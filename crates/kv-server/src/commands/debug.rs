@@ -8,16 +8,8 @@ use redis_formats::reply::Protocol;
 use crate::context::Context;
 use crate::keyspace::Keyspace;
 
-const OWN: [&str; 8] = [
-    "sleep",
-    "set-active-expire",
-    "error",
-    "protocol",
-    "log",
-    "help",
-    "pause-cron",
-    "replybuffer",
-];
+const OWN: [&str; 8] =
+    ["sleep", "set-active-expire", "error", "protocol", "log", "help", "pause-cron", "replybuffer"];
 
 const HELP: [&str; 21] = [
     "DEBUG <subcommand> [<arg> [value] [opt] ...]. Subcommands are:",
@@ -105,7 +97,7 @@ fn protocol<K: Keyspace>(cx: &mut Context<'_, K>) {
     match kind {
         Some("string") => reply.bulk("Hello World"),
         Some("integer") => reply.integer(12_345),
-        Some("double") => reply.double(3.141),
+        Some("double") => reply.double(3141.0 / 1000.0),
         Some("bignum") => reply.big_number("1234567999999999999999999999999999999"),
         Some("null") => reply.null(),
         Some("array") => {

@@ -55,8 +55,11 @@ pub(super) fn info<K: Keyspace>(cx: &mut Context<'_, K>) {
     let shows_all = names("all") || names("everything");
     let mut text = String::new();
     for section in all::<K>() {
-        let is_named = names(section.name) || shows_all && section.name != "modules";
-        if !is_named && !(shows_default && section.is_default) && !names("everything") {
+        let is_shown = names(section.name)
+            || names("everything")
+            || shows_all && section.name != "modules"
+            || shows_default && section.is_default;
+        if !is_shown {
             continue;
         }
         if !text.is_empty() {

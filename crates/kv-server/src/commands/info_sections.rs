@@ -83,7 +83,8 @@ pub(super) fn memory<K: Keyspace>(cx: &Context<'_, K>) -> Fields {
     let (usage, server) = (cx.store.usage(), cx.server());
     let limit = server.config.live.max_memory();
     let peak = server.peak_memory.fetch_max(usage.used, Ordering::Relaxed).max(usage.used);
-    let share = |part: u64, whole: u64| format!("{:.2}%", part as f64 * 100.0 / whole.max(1) as f64);
+    let share =
+        |part: u64, whole: u64| format!("{:.2}%", part as f64 * 100.0 / whole.max(1) as f64);
     let fragmentation = usage.held as f64 / usage.used.max(1) as f64;
     let (total, process) = (process::system_memory(), process::memory());
     fields! {
@@ -309,9 +310,13 @@ mod tests {
 
     #[test]
     fn bytes_have_units_as_in_redis() {
-        for (bytes, text) in
-            [(0, "0B"), (1023, "1023B"), (941_064, "919.01K"), (7_221_248, "6.89M"), (1 << 30, "1.00G")]
-        {
+        for (bytes, text) in [
+            (0, "0B"),
+            (1023, "1023B"),
+            (941_064, "919.01K"),
+            (7_221_248, "6.89M"),
+            (1 << 30, "1.00G"),
+        ] {
             assert_eq!(human(bytes), text);
         }
     }

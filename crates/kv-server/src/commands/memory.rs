@@ -47,7 +47,10 @@ pub(super) fn stats<K: Keyspace>(cx: &mut Context<'_, K>) {
         reply.bulk(format!("db.{db}"));
         reply.map(2);
         for (name, value) in [
-            ("overhead.hashtable.main", usage.index.checked_mul(size.keys).unwrap_or(0) / keys.max(1)),
+            (
+                "overhead.hashtable.main",
+                usage.index.checked_mul(size.keys).unwrap_or(0) / keys.max(1),
+            ),
             ("overhead.hashtable.expires", size.volatile * 20),
         ] {
             reply.bulk(name);

@@ -8,6 +8,7 @@ mod client;
 mod cluster;
 mod config;
 mod connection;
+pub(crate) mod data;
 mod debug;
 mod help;
 mod info;

@@ -157,8 +157,10 @@ fn output_limits(words: &[&str], old: &str) -> Result<String, String> {
         let bytes = |text: &str| parse_memory(text.as_bytes());
         let limit = bytes(row[1]).zip(bytes(row[2])).zip(parse_i64(row[3].as_bytes()));
         let Some(((hard, soft), seconds @ 0..)) = limit else {
-            return Err("Error in hard, soft or soft_seconds setting in buffer limit configuration."
-                .to_owned());
+            return Err(
+                "Error in hard, soft or soft_seconds setting in buffer limit configuration."
+                    .to_owned(),
+            );
         };
         rows[at] = format!("{} {hard} {soft} {seconds}", CLASSES[at]);
     }

@@ -31,7 +31,8 @@ fn names_and_defaults_of_the_table_are_valid() {
 #[test]
 fn values_are_brought_to_one_form() {
     let config = Config::default();
-    let pairs = [("maxmemory", "1gb"), ("SAVE", "10 20 30 40"), ("Maxmemory-Policy", "ALLKEYS-LRU")];
+    let pairs =
+        [("maxmemory", "1gb"), ("SAVE", "10 20 30 40"), ("Maxmemory-Policy", "ALLKEYS-LRU")];
     assert_eq!(set(&config, &pairs), Ok(vec!["maxmemory", "save", "maxmemory-policy"]));
     assert_eq!(config.get("maxmemory"), "1073741824");
     assert_eq!(config.live.max_memory(), 1 << 30);
@@ -63,11 +64,7 @@ fn impossible_values_are_refused_in_the_words_of_redis() {
             "x",
             "Wrong number of arguments in buffer limit configuration.",
         ),
-        (
-            "notify-keyspace-events",
-            "Q",
-            "Invalid event class character. Use 'Ag$lshzxeKEtmdn'.",
-        ),
+        ("notify-keyspace-events", "Q", "Invalid event class character. Use 'Ag$lshzxeKEtmdn'."),
     ] {
         assert_eq!(why(&config, name, value), text);
     }

@@ -4,18 +4,20 @@
 //! nothing is ready, the thread waits for sockets, or, with operations of the pool in flight, for
 //! those.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::task::{Poll, Wake, Waker};
 use std::time::Duration;
 
 use rustix::buffer::spare_capacity;
 use rustix::event::{Timespec, epoll};
+use verbs::executor::{Tasks, thread_waker};
 
+use super::inbox::Inbox;
 use super::listen::{Accepted, Listener};
-use super::tasks::{Ready, Tasks};
 use crate::client::{Client, Origin};
 use crate::error::Error;
 use crate::keyspace::Keyspace;
@@ -52,10 +54,34 @@ pub(crate) enum Job {
 /// Readiness of a socket, as epoll has told it.
 #[derive(Debug, Default)]
 pub(crate) struct Readiness {
+    waker: RefCell<Option<Waker>>,
     pub readable: Cell<bool>,
     pub writable: Cell<bool>,
     /// The peer has closed its side: a read must go on until the end.
     pub ends: Cell<bool>,
+}
+
+impl Readiness {
+    /// Waits until `is_awaited`, which is tested after each event.
+    pub async fn wait(&self, is_awaited: impl Fn() -> bool) {
+        poll_fn(|cx| {
+            if is_awaited() {
+                return Poll::Ready(());
+            }
+            let mut waker = self.waker.borrow_mut();
+            if waker.as_ref().is_none_or(|own| !own.will_wake(cx.waker())) {
+                *waker = Some(cx.waker().clone());
+            }
+            Poll::Pending
+        })
+        .await;
+    }
+
+    fn wake(&self) {
+        if let Some(waker) = &*self.waker.borrow() {
+            waker.wake_by_ref();
+        }
+    }
 }
 
 /// What a task has besides its job.
@@ -70,17 +96,36 @@ pub(crate) struct Seat<K> {
 struct Entry {
     readiness: Rc<Readiness>,
     client: Option<Arc<Client>>,
-    /// Tells events of an earlier task in the same slot apart.
+    /// Tells events of an earlier task with the same key apart.
     generation: u32,
 }
 
-async fn perform<K: Keyspace>(job: Job, seat: Seat<K>) {
+/// Does a job. Returns the key of its entry.
+async fn perform<K: Keyspace>(job: Job, seat: Seat<K>, key: usize) -> usize {
     match job {
         Job::Load => duties::load(&seat).await,
         Job::Maintain => seat.store.maintain(&seat.worker).await,
         Job::Finish => duties::finish(&seat).await,
         Job::Accept(listener) => duties::accept(listener, &seat).await,
         Job::Serve(accepted) => connection::serve(accepted, seat).await,
+    }
+    key
+}
+
+/// Ends the sleep of a thread, which sleeps in epoll or in the pool.
+struct Alarm {
+    event: Waker,
+    thread: Waker,
+}
+
+impl Wake for Alarm {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.event.wake_by_ref();
+        self.thread.wake_by_ref();
     }
 }
 
@@ -90,44 +135,53 @@ pub(crate) fn run<K: Keyspace>(
     store: Arc<K>,
     index: usize,
 ) -> Result<(), Error> {
-    let error = |attempt| move |cause: rustix::io::Errno| Error::System { attempt, cause: cause.into() };
-    let ready = server.threads[index].ready.clone();
-    let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(error("creating an epoll"))?;
-    let (data, flags) = (epoll::EventData::new_u64(WAKE_UP), epoll::EventFlags::IN);
-    epoll::add(&epoll, ready.event(), data, flags).map_err(error("watching an event"))?;
+    let system =
+        |attempt| move |cause: rustix::io::Errno| Error::System { attempt, cause: cause.into() };
     let worker = Rc::new(Worker::new(index, server));
-    let mut tasks = Tasks::new(ready.clone());
-    let mut poller = Poller { epoll, entries: Vec::new(), events: Vec::with_capacity(EVENTS_MAX) };
-    let (mut turns, mut cron_ns, mut is_ended) = (0, 0, false);
+    let inbox = &worker.server.threads[index].inbox;
+    let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(system("creating an epoll"))?;
+    let (data, flags) = (epoll::EventData::new_u64(WAKE_UP), epoll::EventFlags::IN);
+    epoll::add(&epoll, inbox.event(), data, flags).map_err(system("watching an event"))?;
+    let mut poller = Poller::new(epoll);
+    let alarm = Alarm { event: inbox.event().waker(), thread: thread_waker() };
+    let mut tasks = Tasks::new(Arc::new(alarm).into());
+    let (mut turns, mut cron_ns, mut is_ended) = (0_u32, 0, false);
     let mut cron = cron::Cron::default();
     let mut ended = Vec::new();
     loop {
         worker.tick();
-        if ready.take_poke() {
-            while let Some(job) = worker.server.threads[index].take() {
-                if let Some((slot, seat)) = poller.seat(&job, &mut tasks, &worker, &store) {
-                    tasks.start(slot, perform(job, seat));
-                }
-            }
+        while let Some(job) = inbox.pop() {
+            let (key, seat) = poller.seat(&job, &worker, &store);
+            tasks.spawn(perform(job, seat, key));
         }
         if worker.server.is_ending() && !is_ended {
             is_ended = true;
-            poller.clients().for_each(|client| client.kill());
-            tasks.mark_all();
+            poller.end();
+            worker.timers.fire(u64::MAX);
         }
         worker.stats().waves.add(1);
-        tasks.run_wave(|slot| ended.push(slot));
-        ended.drain(..).for_each(|slot| poller.entries[slot] = None);
-        if is_ended && tasks.count() == 0 {
+        tasks.run(|_, key| ended.push(key));
+        ended.drain(..).for_each(|key| poller.remove(key));
+        if is_ended && tasks.is_empty() {
             return Ok(());
         }
         let completed = store.poll();
-        let is_busy = completed > 0 || ready.is_any();
-        turns = if is_busy { turns + 1 } else { 0 };
-        if is_busy && turns % TURNS_MAX != 0 {
+        turns = turns.wrapping_add(1);
+        let looks = turns.is_multiple_of(TURNS_MAX);
+        if completed > 0 && !looks {
             continue;
         }
-        poller.wait(&worker, &*store, &ready, is_busy, cron_ns).map_err(error("waiting for sockets"))?;
+        // A task that waits for no socket and no timer waits for the store.
+        let is_busy = tasks.len() > worker.resting();
+        let waited = tasks.sleep(|| poller.wait(&worker, &*store, is_busy, cron_ns));
+        match waited {
+            Some(result) => result.map_err(system("waiting for sockets"))?,
+            None if looks => {
+                poller.take(Duration::ZERO).map_err(system("waiting for sockets"))?;
+            }
+            None => continue,
+        }
+        poller.dispatch(inbox);
         worker.tick();
         worker.timers.fire(worker.now_ns());
         if worker.now_ns() >= cron_ns {
@@ -140,121 +194,123 @@ pub(crate) fn run<K: Keyspace>(
 struct Poller {
     epoll: OwnedFd,
     entries: Vec<Option<Entry>>,
+    /// Keys of entries that are not used.
+    free: Vec<usize>,
     events: Vec<epoll::Event>,
+    generation: u32,
 }
 
 impl Poller {
-    /// Makes the seat of a task, and watches its socket. Without a seat the job is dropped.
-    fn seat<K, F: Future<Output = ()>>(
-        &mut self,
-        job: &Job,
-        tasks: &mut Tasks<F>,
-        worker: &Rc<Worker>,
-        store: &Arc<K>,
-    ) -> Option<(usize, Seat<K>)> {
-        let server = &worker.server;
-        let Some((slot, waker)) = tasks.reserve() else {
-            if let Job::Serve(_) = job {
-                server.threads[worker.index].connections.fetch_sub(1, Ordering::Relaxed);
-                server.clients.leave();
-            }
-            return None;
-        };
+    fn new(epoll: OwnedFd) -> Self {
+        let events = Vec::with_capacity(EVENTS_MAX);
+        Self { epoll, entries: Vec::new(), free: Vec::new(), events, generation: 0 }
+    }
+
+    /// Makes the seat of a task, and watches its socket. Returns the key of the entry too.
+    fn seat<K>(&mut self, job: &Job, worker: &Rc<Worker>, store: &Arc<K>) -> (usize, Seat<K>) {
         let client = match job {
             Job::Serve(accepted) => {
-                let client = Arc::new(Client::new(origin(accepted, worker), waker));
-                server.clients.add(&client);
+                let client = Arc::new(Client::new(origin(accepted, worker)));
+                worker.server.clients.add(&client);
                 Some(client)
             }
             _ => None,
         };
         let readiness = Rc::new(Readiness::default());
         readiness.writable.set(true);
-        if self.entries.len() <= slot {
-            self.entries.resize_with(slot + 1, || None);
-        }
-        let generation = worker.next_generation();
-        let seat = Seat {
-            worker: worker.clone(),
-            store: store.clone(),
-            readiness: readiness.clone(),
-            client: client.clone(),
-        };
-        self.entries[slot] = Some(Entry { readiness, client, generation });
-        let data = epoll::EventData::new_u64(u64::from(generation) << 32 | slot as u64);
-        let flags = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::RDHUP
-            | epoll::EventFlags::ET;
+        // The highest generation belongs to the event that ends the sleep.
+        self.generation = self.generation % (u32::MAX - 1) + 1;
+        let generation = self.generation;
+        let entry = Entry { readiness: readiness.clone(), client: client.clone(), generation };
+        let key = self.free.pop().unwrap_or_else(|| {
+            self.entries.push(None);
+            self.entries.len() - 1
+        });
+        self.entries[key] = Some(entry);
+        let data = epoll::EventData::new_u64(u64::from(generation) << 32 | key as u64);
+        let ways = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::RDHUP;
+        let flags = ways | epoll::EventFlags::ET;
         let added = match job {
             Job::Serve(accepted) => epoll::add(&self.epoll, &accepted.fd, data, flags),
             Job::Accept(listener) => epoll::add(&self.epoll, &listener.fd, data, flags),
             _ => Ok(()),
         };
-        if let (Err(cause), Some(client)) = (added, &seat.client) {
-            tracing::warn!(%cause, "watching a socket failed: the connection is closed");
-            client.kill();
+        if let Err(cause) = added {
+            tracing::warn!(%cause, "watching a socket failed: the socket is not served");
+            client.iter().for_each(|client| client.kill());
         }
-        Some((slot, seat))
+        let (worker, store) = (worker.clone(), store.clone());
+        (key, Seat { worker, store, readiness, client })
+    }
+
+    fn remove(&mut self, key: usize) {
+        self.entries[key] = None;
+        self.free.push(key);
     }
 
     fn clients(&self) -> impl Iterator<Item = &Arc<Client>> {
         self.entries.iter().flatten().filter_map(|entry| entry.client.as_ref())
     }
 
-    /// Waits for sockets, the pool or a timer, and marks the tasks of ready sockets.
+    /// Ends all connections, and wakes tasks that wait for a socket.
+    fn end(&self) {
+        self.clients().for_each(|client| client.kill());
+        self.entries.iter().flatten().for_each(|entry| entry.readiness.wake());
+    }
+
+    /// Waits for sockets, the pool or a timer.
     fn wait<K: Keyspace>(
         &mut self,
         worker: &Worker,
         store: &K,
-        ready: &Ready,
         is_busy: bool,
         cron_ns: u64,
     ) -> rustix::io::Result<()> {
         if is_busy {
-            return self.take(ready, Duration::ZERO);
-        }
-        if store.is_busy() {
-            self.take(ready, Duration::ZERO)?;
-            if !ready.is_any() {
+            self.take(Duration::ZERO)?;
+            if self.events.is_empty() {
                 store.park(PARK);
             }
             return Ok(());
         }
-        if !ready.begin_sleep() {
-            return Ok(());
-        }
         let next = worker.timers.earliest().map_or(cron_ns, |due| due.min(cron_ns));
-        let time = Duration::from_nanos(next.saturating_sub(worker.elapsed_ns()));
-        let result = self.take(ready, time);
-        ready.end_sleep();
-        result
+        self.take(Duration::from_nanos(next.saturating_sub(worker.elapsed_ns())))
     }
 
-    fn take(&mut self, ready: &Ready, time: Duration) -> rustix::io::Result<()> {
+    /// Takes events, after at most `time`.
+    fn take(&mut self, time: Duration) -> rustix::io::Result<()> {
         let time = Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() };
         self.events.clear();
         match epoll::wait(self.epoll.as_fd(), spare_capacity(&mut self.events), Some(&time)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error),
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(error) => Err(error),
         }
-        for event in &self.events {
+    }
+
+    /// Notes the events, and wakes the tasks of their sockets.
+    fn dispatch(&mut self, inbox: &Inbox) {
+        for event in self.events.drain(..) {
             let (data, flags) = ({ event.data }.u64(), { event.flags });
-            let (slot, generation) = (data as u32 as usize, (data >> 32) as u32);
-            let Some(Some(entry)) = self.entries.get(slot) else { continue };
-            if data == WAKE_UP || entry.generation != generation {
+            if data == WAKE_UP {
+                inbox.event().clear();
+                continue;
+            }
+            let (key, generation) = (data as u32 as usize, (data >> 32) as u32);
+            let Some(Some(entry)) = self.entries.get(key) else { continue };
+            if entry.generation != generation {
                 continue;
             }
             let ends = epoll::EventFlags::RDHUP | epoll::EventFlags::HUP | epoll::EventFlags::ERR;
-            let is_end = flags.intersects(ends);
-            entry.readiness.ends.set(entry.readiness.ends.get() || is_end);
+            let (is_end, readiness) = (flags.intersects(ends), &entry.readiness);
+            readiness.ends.set(readiness.ends.get() || is_end);
             if is_end || flags.contains(epoll::EventFlags::IN) {
-                entry.readiness.readable.set(true);
+                readiness.readable.set(true);
             }
             if is_end || flags.contains(epoll::EventFlags::OUT) {
-                entry.readiness.writable.set(true);
+                readiness.writable.set(true);
             }
-            ready.mark(slot);
+            readiness.wake();
         }
-        Ok(())
     }
 }
 

@@ -86,7 +86,9 @@ mod tests {
         for due in [30, 10, 20, 10] {
             timers.add(due, count.clone().into());
         }
-        for (now, fired, next) in [(9, 0, Some(10)), (10, 2, Some(20)), (25, 3, Some(30)), (30, 4, None)] {
+        for (now, fired, next) in
+            [(9, 0, Some(10)), (10, 2, Some(20)), (25, 3, Some(30)), (30, 4, None)]
+        {
             timers.fire(now);
             assert_eq!((count.0.load(Relaxed), timers.earliest()), (fired, next));
         }

@@ -109,7 +109,7 @@ pub struct Store<R, B, E> {
     slab: u32,
     databases: [Database; DATABASES],
     tickets: Tickets,
-    watches: watch::Watches,
+    watches: Arc<watch::Watches>,
     due: sweep::Due,
     buffers: Buffers,
     counters: Counters,

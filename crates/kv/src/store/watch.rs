@@ -1,6 +1,7 @@
 //! Counters of changes of watched keys.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
@@ -28,13 +29,13 @@ struct Watched {
 
 /// A watch on a key: tells whether the key has changed since.
 #[derive(Debug)]
-pub struct Watch<'s> {
-    watches: &'s Watches,
+pub struct Watch {
+    watches: Arc<Watches>,
     name: Name,
     since: u64,
 }
 
-impl Watch<'_> {
+impl Watch {
     /// True if the key was changed, deleted, found expired, or flushed since the watch began.
     pub fn is_changed(&self) -> bool {
         let keys = self.watches.keys.lock();
@@ -42,7 +43,7 @@ impl Watch<'_> {
     }
 }
 
-impl Drop for Watch<'_> {
+impl Drop for Watch {
     fn drop(&mut self) {
         let mut keys = self.watches.keys.lock();
         if let Some(key) = keys.get_mut(&self.name) {
@@ -57,7 +58,7 @@ impl Drop for Watch<'_> {
 
 impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     /// Watches a key.
-    pub fn watch(&self, db: u8, key: &[u8]) -> Result<Watch<'_>, Error> {
+    pub fn watch(&self, db: u8, key: &[u8]) -> Result<Watch, Error> {
         let name = self.key(db, key)?.name();
         let watches = &self.watches;
         watches.count.fetch_add(1, Ordering::Relaxed);
@@ -65,6 +66,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let watched = keys.entry(name).or_default();
         watched.watches += 1;
         let since = watched.changes;
+        let watches = watches.clone();
         Ok(Watch { watches, name, since })
     }
 

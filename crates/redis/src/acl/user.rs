@@ -36,7 +36,7 @@ pub struct User {
     pub(super) name: Vec<u8>,
     pub(super) is_on: bool,
     pub(super) needs_no_password: bool,
-    /// Whether RESTORE checks payloads of the user; absent if no rule says so.
+    /// Whether RESTORE checks payloads of the user; absent without a rule about it.
     pub(super) sanitizes: Option<bool>,
     pub(super) passwords: Vec<PasswordHash>,
     pub(super) keys: Patterns,
@@ -45,7 +45,7 @@ pub struct User {
 }
 
 impl User {
-    /// Creates a user without rights, whom no password authenticates.
+    /// Creates a user that is off, without passwords and rights.
     pub fn new(name: &[u8]) -> Self {
         Self {
             name: name.to_vec(),

@@ -245,7 +245,15 @@ mod tests {
     fn facts_of_commands_are_complete() {
         assert_eq!(
             replied("command info GET nope config|resetstat"),
-            r#"[["get", "2", ["readonly", "fast"], "1", "1", "1", ["@read", "@string", "@fast"], [], [["flags", ["RO", "access"], "begin_search", ["type", "index", "spec", ["index", "1"]], "find_keys", ["type", "range", "spec", ["lastkey", "0", "keystep", "1", "limit", "0"]]]], []], null, ["config|resetstat", "2", ["admin", "noscript", "loading", "stale"], "0", "0", "0", ["@admin", "@slow", "@dangerous"], [], [], []]]"#
+            concat!(
+                r#"[["get", "2", ["readonly", "fast"], "1", "1", "1", "#,
+                r#"["@read", "@string", "@fast"], [], [["flags", ["RO", "access"], "#,
+                r#""begin_search", ["type", "index", "spec", ["index", "1"]], "#,
+                r#""find_keys", ["type", "range", "spec", "#,
+                r#"["lastkey", "0", "keystep", "1", "limit", "0"]]]], []], null, "#,
+                r#"["config|resetstat", "2", ["admin", "noscript", "loading", "stale"], "#,
+                r#""0", "0", "0", ["@admin", "@slow", "@dangerous"], [], [], []]]"#,
+            )
         );
         let count: i64 = replied("command count").trim_matches('"').parse().unwrap();
         assert_eq!(count, all().count() as i64);

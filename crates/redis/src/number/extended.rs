@@ -146,6 +146,7 @@ impl Decimal {
         let (mantissa, exponent) = text.split_at(end.unwrap_or(text.len()));
         let mut scale = if exponent.is_empty() { 0 } else { parse_exponent(&exponent[1..])? };
         let (mut digits, mut kept, mut seen, mut point) = (Big::new(0), 0, false, false);
+        let mut more = false;
         for &byte in mantissa {
             match byte {
                 b'.' if !point => point = true,
@@ -157,12 +158,16 @@ impl Decimal {
                         kept += usize::from(!digits.is_zero());
                     } else {
                         scale += 1;
-                        // A digit that does not count still breaks a tie.
-                        digits.limbs[0] |= u64::from(byte != b'0');
+                        more |= byte != b'0';
                     }
                 }
                 _ => return None,
             }
+        }
+        if more {
+            // One digit stands for all that do not count, so that they still break a tie.
+            digits.multiply_add(10, 1);
+            scale -= 1;
         }
         seen.then_some(Self { digits, scale })
     }
@@ -402,6 +407,13 @@ mod tests {
     }
 
     #[test]
+    fn digits_behind_many_zeros_break_a_tie() {
+        let tie = "9223372036854775808.5".to_owned() + &"0".repeat(900);
+        assert_eq!(printed(&tie).unwrap(), "9223372036854775808");
+        assert_eq!(printed(&(tie + "1")).unwrap(), "9223372036854775809");
+    }
+
+    #[test]
     fn other_texts_are_refused() {
         for text in [
             "",
@@ -440,12 +452,23 @@ mod tests {
         assert_eq!(sum, parse("9223372036854775809"));
         let sum = parse("9223372036854775808").plus(parse("-1e-40")).unwrap();
         assert_eq!(sum, parse("9223372036854775808"));
+        let number = |mantissa, exponent| Extended { negative: false, mantissa, exponent };
+        // A bit below the guard bits breaks a tie, upwards and downwards.
+        let half_and_more = number((1 << 63) + 1, -64);
+        let sum = number(1 << 63, 0).plus(half_and_more).unwrap();
+        assert_eq!(sum, number((1 << 63) + 1, 0));
+        let minus = Extended { negative: true, ..half_and_more };
+        let sum = number((1 << 63) + 1, 0).plus(minus).unwrap();
+        assert_eq!(sum, number(1 << 63, 0));
         assert_eq!(parse("1").plus(parse("-1")).unwrap(), parse("0"));
     }
 
     proptest::proptest! {
         #[test]
-        fn small_and_large_integers_round_alike(digits in 1..=u64::MAX, scale in SMALL_DIVISOR..=SMALL_FACTOR) {
+        fn small_and_large_integers_round_alike(
+            digits in 1..=u64::MAX,
+            scale in SMALL_DIVISOR..=SMALL_FACTOR,
+        ) {
             let decimal = || Decimal { digits: Big::new(digits), scale };
             assert_eq!(decimal().round_small(false), decimal().round_large(false));
         }

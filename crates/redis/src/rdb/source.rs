@@ -2,7 +2,7 @@
 
 use std::io::{ErrorKind, Read};
 
-use super::lzf::{self, RATIO_MAX};
+use super::lzf;
 use super::{Crc64, Limits, RdbError, encoding};
 use crate::number::write_i64;
 
@@ -138,9 +138,6 @@ impl<R: Read> Source<R> {
         let packed = self.bounded(packed)?;
         let len = self.length()?;
         let len = self.bounded(len)?;
-        if len as u64 > (packed as u64).saturating_mul(RATIO_MAX) {
-            return Err(self.damaged("a compressed string is too short for its length"));
-        }
         let mut scratch = std::mem::take(&mut self.scratch);
         let mut result = self.append(packed, &mut scratch);
         if result.is_ok() && !lzf::decompress(&scratch, len, out) {

@@ -150,7 +150,7 @@ fn values_of_other_types_are_skipped() {
         (Kind::Set, [&[1][..], &a].concat()),
         (Kind::Hash, [&[1][..], &a, &b].concat()),
         (Kind::SortedSet, [&[1][..], &a, &[0; 8]].concat()),
-        (Kind::SortedSetText, [&[2][..], &a, &text("1.5"), &b, &[254]].concat()),
+        (Kind::SortedSetText, [&[3][..], &a, &text("1.5"), &b, &[254], &b, &[253]].concat()),
         (
             Kind::Module,
             b"\x81\0\0\0\0\0\0\x04\x01\x02\x07\x01\x08\x03abcd\x04abcdefgh\x05\x01x\x00".to_vec(),
@@ -280,5 +280,24 @@ proptest! {
     ) {
         let bytes = write(&entries, Options { compress, checksum: true });
         assert_eq!(read(&bytes, Limits::default()).unwrap().1, entries);
+    }
+}
+
+proptest! {
+    /// Damaged files end with an error or with strings within the limit, and without a panic.
+    #[test]
+    fn damaged_databases_are_read_without_harm(
+        changes in vec((any::<usize>(), any::<u8>()), 1..8),
+        cut in any::<usize>(),
+    ) {
+        let mut bytes = write(&entries()[..18], Options { compress: true, checksum: false });
+        for (at, byte) in changes {
+            let at = 9 + at % (bytes.len() - 9);
+            bytes[at] = byte;
+        }
+        bytes.truncate(if cut % 3 == 0 { cut % bytes.len() } else { bytes.len() });
+        if let Ok((_, entries)) = read(&bytes, Limits { value: 300 }) {
+            prop_assert!(entries.iter().all(|(key, value, _)| key.len().max(value.len()) <= 300));
+        }
     }
 }

@@ -1,3 +1,6 @@
+use proptest::collection::vec;
+use proptest::num::u8::ANY;
+
 use super::*;
 
 /// Parses all of `bytes`, of which `parts` arrive at a time.
@@ -42,8 +45,8 @@ fn error(bytes: &[u8]) -> String {
 
 #[test]
 fn requests_of_a_pipeline_are_parsed_in_any_split() {
-    let bytes =
-        b"*2\r\n$3\r\nGET\r\n$1\r\na\r\n\r\n*0\r\n*-1\r\nset k \"x y\"\r\n*3\r\n$3\r\nSET\r\n$0\r\n\r\n$2\r\n\r\n\r\nPING\n";
+    let bytes = b"*2\r\n$3\r\nGET\r\n$1\r\na\r\n\r\n*0\r\n*-1\r\nset k \"x y\"\r\n\
+          *3\r\n$3\r\nSET\r\n$0\r\n\r\n$2\r\n\r\n\r\nPING\n";
     let expected: [&[&[u8]]; 4] =
         [&[b"GET", b"a"], &[b"set", b"k", b"x y"], &[b"SET", b"", b"\r\n"], &[b"PING"]];
     for part in 1..=bytes.len() {
@@ -160,8 +163,8 @@ fn parser_keeps_its_vector() {
 proptest::proptest! {
     #[test]
     fn encoded_requests_are_parsed(
-        commands in proptest::collection::vec(
-            proptest::collection::vec(proptest::collection::vec(proptest::num::u8::ANY, 0..9), 1..5),
+        commands in vec(
+            vec(vec(ANY, 0..9), 1..5),
             0..5,
         ),
         part in 1..40_usize,
