@@ -29,7 +29,7 @@ pub struct Usage {
     pub chunks: u64,
 }
 
-/// Allocates blocks for an index, in lanes: all blocks of a lane are reached by one QP.
+/// Allocates blocks for an index, in stripes: all blocks of a stripe are reached by one QP.
 ///
 /// No block has place 0. The allocator keeps all its metadata at the compute node, so a successor
 /// tells its allocator which blocks are in use ([`Blocks::adopt`]).
@@ -40,8 +40,8 @@ pub trait Blocks {
     /// Bytes of a slab: the longest block.
     fn slab(&self) -> u32;
 
-    /// Allocates a block of at least `bytes` in `lane`.
-    fn allocate(&self, lane: u32, bytes: u32) -> impl Future<Output = Result<Place, NoBlock>>;
+    /// Allocates a block of at least `bytes` in `stripe`.
+    fn allocate(&self, stripe: u32, bytes: u32) -> impl Future<Output = Result<Place, NoBlock>>;
 
     /// Frees a block that no word in remote memory has named.
     fn release(&self, place: Place);
@@ -53,7 +53,7 @@ pub trait Blocks {
     /// Pins all blocks that can be reached now.
     fn pin(&self) -> Self::Pin;
 
-    /// Takes over blocks of a predecessor: place, bytes and lane of each.
+    /// Takes over blocks of a predecessor: place, bytes and stripe of each.
     fn adopt(&self, used: &[(Place, u32, u32)]) -> Result<(), NoBlock>;
 
     /// Does the work that no operation waits for: frees retired blocks, returns chunks, fills the

@@ -1,4 +1,46 @@
 //! A key-value index in disaggregated memory.
+//!
+//! A [`Store`] keeps index and values in the memory of memory nodes, and reaches both with one-sided
+//! READ, WRITE and CAS only. The index is RACE hashing (Zuo et al., USENIX ATC 2021): an extendible
+//! directory of subtables, two hash choices, and overflow buckets that two main buckets share.
+//!
+//! ```
+//! use kv::environment::System;
+//! use kv::pooled::PoolMemory;
+//! use kv::{SetOptions, Settings, Store};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let pool = pool::Pool::embedded(pool::Settings { donate_bytes: 8 << 20, ..Default::default() })?;
+//! let memory = PoolMemory::new(pool, 0, heap::Settings::default())?;
+//! let store = Store::create_blocking(memory.clone(), memory, System, Settings::default())?;
+//!
+//! store.set_blocking(0, b"key", b"value", SetOptions::default())?;
+//! assert_eq!(store.get_blocking(0, b"key")?.as_deref(), Some(&b"value"[..]));
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Environment
+//!
+//! The store has no thread, no socket and no clock. Its type parameters are its environment:
+//! [`Reach`](reach::Reach) executes lists of verbs, [`Blocks`](blocks::Blocks) allocates,
+//! [`Environment`](environment::Environment) has time and randomness. [`pooled`] has the first two
+//! over a pool, [`memory`] over the memory of the process, with crashes and interleavings by seed.
+//! The caller's background task calls [`Store::sweep`], [`Store::merge`], [`Store::compact`] and
+//! [`Blocks::tend`](blocks::Blocks::tend).
+//!
+//! # Parts
+//!
+//! | module | content |
+//! | --- | --- |
+//! | [`layout`], [`hash`], [`place`] | bytes in remote memory, hash of keys, names of memory |
+//! | [`reach`], [`blocks`], [`environment`] | what the store needs |
+//! | `store` | the operations |
+//! | `table`, `search`, `uses` | what a compute node knows of a subtable; buckets of a key; uses of keys |
+//! | `ticket`, `gate` | order of operations on a key; writers and splits of a subtable |
+
+#![forbid(unsafe_code)]
+
 pub mod blocks;
 pub mod environment;
 mod error;

@@ -123,8 +123,8 @@ impl<N: Nic> PoolMemory<N> {
         Some((grant.clone(), address - grant.addr))
     }
 
-    fn group(&self, lane: u32) -> GroupId {
-        GroupId((lane % u32::from(self.shared.pool.groups().max(1))) as u16)
+    fn group(&self, stripe: u32) -> GroupId {
+        GroupId((stripe % u32::from(self.shared.pool.groups().max(1))) as u16)
     }
 
     async fn run_list(&self, part: &mut Part<'_>) -> Result<(), Stopped> {
@@ -279,14 +279,14 @@ fn no_block(error: heap::Error) -> NoBlock {
     }
 }
 
-/// The lane of this thread's pins: threads that pin at once should use different ones.
-fn pin_lane() -> usize {
+/// The stripe of this thread's pins: threads that pin at once should use different ones.
+fn pin_counter() -> usize {
     use std::sync::atomic::{AtomicUsize, Ordering};
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local! {
         static LANE: usize = NEXT.fetch_add(1, Ordering::Relaxed);
     }
-    LANE.with(|lane| *lane)
+    LANE.with(|stripe| *stripe)
 }
 
 impl<N: Nic> PoolMemory<N> {
@@ -304,8 +304,8 @@ impl<N: Nic> Blocks for PoolMemory<N> {
         self.shared.pool.chunk_bytes().min(class::SLAB_MAX.into()) as u32
     }
 
-    async fn allocate(&self, lane: u32, bytes: u32) -> Result<Place, NoBlock> {
-        let block = self.ready()?.allocate(self.group(lane), bytes.into()).await;
+    async fn allocate(&self, stripe: u32, bytes: u32) -> Result<Place, NoBlock> {
+        let block = self.ready()?.allocate(self.group(stripe), bytes.into()).await;
         Ok(Place::of(block.map_err(no_block)?.place.raw()))
     }
 
@@ -322,7 +322,7 @@ impl<N: Nic> Blocks for PoolMemory<N> {
     }
 
     fn pin(&self) -> Self::Pin {
-        self.heap().map(|heap| heap.epochs().pin_owned(pin_lane()))
+        self.heap().map(|heap| heap.epochs().pin_owned(pin_counter()))
     }
 
     fn adopt(&self, used: &[(Place, u32, u32)]) -> Result<(), NoBlock> {

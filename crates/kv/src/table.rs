@@ -22,7 +22,7 @@ const RESERVED: u64 = u64::MAX;
 pub(crate) struct Table {
     pub spot: Spot,
     pub db: u8,
-    pub lane: u32,
+    pub stripe: u32,
     pub sequence: u64,
     pub gate: Gate,
     pub local: Mutex<Local>,
@@ -152,9 +152,9 @@ impl Local {
 }
 
 impl Table {
-    pub fn new(spot: Spot, db: u8, lane: u32, sequence: u64, local: Local) -> Arc<Self> {
+    pub fn new(spot: Spot, db: u8, stripe: u32, sequence: u64, local: Local) -> Arc<Self> {
         let (gate, local) = (Gate::default(), Mutex::new(local));
-        Arc::new(Self { spot, db, lane, sequence, gate, local })
+        Arc::new(Self { spot, db, stripe, sequence, gate, local })
     }
 
     /// Enters as a writer.

@@ -108,8 +108,9 @@ fn operations_are_linearizable_per_key() {
     for seed in 0..seeds() {
         let (_, form, mirror) = COLUMNS[seed as usize % 3];
         let world = World::new(4096, 1 << 20, true, seed);
-        let lanes = (seed / 3 % 2) as u8;
-        let store = world.create(kv::Settings { lane_bits: lanes, ..settings(form, mirror, 1) });
+        let stripes = (seed / 3 % 2) as u8;
+        let store =
+            world.create(kv::Settings { stripe_bits: stripes, ..settings(form, mirror, 1) });
         let history = History::default();
         let (history, store) = (&history, &store);
         let keys = 2 + seed % 7;
@@ -124,7 +125,7 @@ fn operations_are_linearizable_per_key() {
         splits += store.trips(kv::Operation::Split).operations;
         block_on(store.flush_all()).expect("a flush");
         // Root, journal, the journal's words.
-        assert_eq!(world.arena.used().len(), 2 + (1 << lanes), "seed {seed}: blocks were lost");
+        assert_eq!(world.arena.used().len(), 2 + (1 << stripes), "seed {seed}: blocks were lost");
         assert_eq!(world.arena.wrong_frees(), 0, "seed {seed}");
     }
     assert!(splits > seeds(), "{splits} splits in {} runs", seeds());

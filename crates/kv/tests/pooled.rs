@@ -62,7 +62,7 @@ fn store_over_each_scheme_reads_what_was_written() {
     for scheme in one_sided() {
         let pool = pool(scheme);
         let memory = PoolMemory::new(pool.clone(), 0, heap::Settings::NO_RESERVE).unwrap();
-        let settings = Settings { lane_bits: 1, ..Settings::default() };
+        let settings = Settings { stripe_bits: 1, ..Settings::default() };
         let store =
             Store::create_blocking(memory.clone(), memory.clone(), System, settings.clone());
         let store = store.unwrap();
@@ -70,7 +70,7 @@ fn store_over_each_scheme_reads_what_was_written() {
             store.set_blocking(0, &name(i), &value(i), SetOptions::default()).unwrap();
         }
         check(&store, 0..60);
-        // Keys of both lanes, so that the slots are not of one QP.
+        // Keys of both stripes, so that the slots are not of one QP.
         let names: Vec<_> = (0..8).map(name).collect();
         let wanted: Vec<_> =
             names.iter().map(|key| Wanted { db: 0, key, is_read: false }).collect();
@@ -100,7 +100,7 @@ fn store_over_each_scheme_reads_what_was_written() {
         for _ in 0..4 {
             block_on(kv::blocks::Blocks::tend(&memory)).unwrap();
         }
-        // Root, journal and the words of two lanes.
+        // Root, journal and the words of two stripes.
         assert_eq!(memory.heap().unwrap().stats().held_chunks, 3, "{scheme}");
     }
 }
@@ -111,7 +111,7 @@ fn threads_share_a_store() {
         let pool = pool(schemes::ALL[0]);
         let memory = PoolMemory::new(pool, 0, heap::Settings::default()).unwrap();
         let groups = Some(1);
-        let settings = Settings { form, mirror, groups, lane_bits: 1, ..Settings::default() };
+        let settings = Settings { form, mirror, groups, stripe_bits: 1, ..Settings::default() };
         let store = Store::create_blocking(memory.clone(), memory, System, settings).unwrap();
         let store = Arc::new(store);
         let threads: Vec<_> = (0..4_u32)

@@ -5,7 +5,7 @@ mod common;
 use std::borrow::Cow;
 
 use common::{BEGIN, COLUMNS, block_on, store};
-use kv::{Expiry, Operation, SetOptions, Update};
+use kv::{Expiry, Operation, SetOptions, Update, Wanted};
 
 /// The table of the design: published; fused with a remote index; fused and mirrored.
 const TABLE: [(&str, [u64; 3]); 9] = [
@@ -65,6 +65,35 @@ fn round_trips_are_those_of_the_table() {
         }
         assert_eq!(store.trips(Operation::Delete).waits, TABLE[4].1[column]);
         assert_eq!(store.len(0), 1);
+    }
+}
+
+#[test]
+fn calls_of_several_keys_take_the_round_trips_of_one() {
+    for (column, (name, form, mirror)) in COLUMNS.into_iter().enumerate() {
+        let (world, store) = store(form, mirror, 21);
+        let names: Vec<_> = (0..10_u8).map(|key| [key]).collect();
+        for key in &names[..5] {
+            block_on(store.set(0, key, b"value", SetOptions::default())).expect("a write");
+        }
+        let before = world.client.waits();
+        let keys: Vec<_> = names.iter().map(|key| &key[..]).collect();
+        let values = block_on(store.get_many(0, &keys)).expect("a read");
+        assert_eq!(values.iter().flatten().count(), 5);
+        let middle = world.client.waits();
+        assert_eq!(middle - before, TABLE[0].1[column], "{name}: reads");
+        let wanted =
+            |is_read| -> Vec<_> { keys.iter().map(|key| Wanted { db: 0, key, is_read }).collect() };
+        let put = |call: &mut kv::Transaction| {
+            (0..10).for_each(|key| call.put(key, b"other".to_vec(), Expiry::Never));
+        };
+        block_on(store.atomically(&wanted(false), put)).expect("a change");
+        let last = world.client.waits();
+        assert_eq!(last - middle, [5, 4, 2][column], "{name}: writes");
+        // Old values cost a round trip where they are not read for the look-up anyway.
+        block_on(store.atomically(&wanted(true), put)).expect("a change");
+        assert_eq!(world.client.waits() - last, [5, 4, 3][column], "{name}: reads and writes");
+        assert_eq!(store.len(0), 10);
     }
 }
 

@@ -1,7 +1,7 @@
 //! The journal: what a call that changes several slots is about to do.
 //!
 //! ```text
-//! journal   +8*lane  place of the lane's word, which lies in the lane
+//! journal   +8*stripe  place of the stripe's word, which lies in the stripe
 //! word      63 units of 32 B 48 | 47 place of the record 0    0 = none
 //! record    +0 crc32 of +4..end, begun with the record's place   +4 number of changes u32
 //!           +8 word of the record that continues this one, 0 = none

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! +0    magic "GRNYKV01"
-//! +8    version u8, mode u8, lane bits u8, 0, partition u16, groups of a subtable u16
+//! +8    version u8, mode u8, stripe bits u8, 0, partition u16, groups of a subtable u16
 //! +16   slab bytes u32, first and last slot of the partition u16 u16
 //! +24   place of the epoch words (mode `shared`), 0 otherwise
 //! +32   directory word of database 0 to 15:   63 depth 58 | 57..48 0 | 47 place of the header 0
@@ -47,8 +47,8 @@ pub enum Mode {
 pub struct Fixed {
     /// Which compute nodes change the index.
     pub mode: Mode,
-    /// The lanes (QP groups) number 2 to the power of this value, at most 64.
-    pub lane_bits: u8,
+    /// The stripes (QP groups) number 2 to the power of this value, at most 64.
+    pub stripe_bits: u8,
     /// Number of the partition.
     pub partition: u16,
     /// Groups of buckets in a subtable.
@@ -119,7 +119,7 @@ impl Root {
         put(&mut bytes, 0, MAGIC);
         bytes[8] = VERSION;
         bytes[9] = matches!(fixed.mode, Mode::Shared) as u8;
-        bytes[10] = fixed.lane_bits;
+        bytes[10] = fixed.stripe_bits;
         bytes[12..14].copy_from_slice(&fixed.partition.to_be_bytes());
         bytes[14..16].copy_from_slice(&fixed.groups.to_be_bytes());
         bytes[16..20].copy_from_slice(&fixed.slab.to_be_bytes());
@@ -173,7 +173,7 @@ fn fixed(bytes: &[u8]) -> Result<Fixed, Malformed> {
     secret.copy_from_slice(&bytes[SECRET..GENERATION]);
     let fixed = Fixed {
         mode,
-        lane_bits: bytes[10],
+        stripe_bits: bytes[10],
         partition: short(12),
         groups: short(14),
         slab: half(bytes, 16),
@@ -185,7 +185,7 @@ fn fixed(bytes: &[u8]) -> Result<Fixed, Malformed> {
         return Err(Malformed("the root is of another version of the store"));
     }
     let slab = fixed.slab;
-    if fixed.lane_bits > 6
+    if fixed.stripe_bits > 6
         || slab < ROOT_BYTES as u32
         || slab > class::SLAB_MAX
         || !slab.is_multiple_of(32)
@@ -209,7 +209,7 @@ mod tests {
     fn root() -> Root {
         let fixed = Fixed {
             mode: Mode::Shared,
-            lane_bits: 2,
+            stripe_bits: 2,
             partition: 0x1234,
             groups: 21,
             slab: 4096,

@@ -32,7 +32,7 @@ struct State {
 
 #[derive(Debug)]
 struct Chunk {
-    lane: u32,
+    stripe: u32,
     bytes: u32,
     used: BTreeSet<u32>,
     leaving: bool,
@@ -102,11 +102,11 @@ fn place_of(chunk: u64, slab: u32, i: u32, bytes: u32) -> Place {
 }
 
 impl State {
-    fn allocate(&mut self, memory: &Memory, lane: u32, bytes: u32) -> Option<Place> {
+    fn allocate(&mut self, memory: &Memory, stripe: u32, bytes: u32) -> Option<Place> {
         let slab = memory.chunk();
         let bytes = class::fitting(slab, bytes.max(1))?.1;
         let open = self.chunks.iter_mut().find(|(_, chunk)| {
-            chunk.lane == lane
+            chunk.stripe == stripe
                 && chunk.bytes == bytes
                 && !chunk.leaving
                 && (chunk.used.len() as u32) < chunk.blocks(slab)
@@ -116,8 +116,8 @@ impl State {
             None => {
                 let number =
                     (self.first..self.end).find(|number| !self.chunks.contains_key(number))?;
-                memory.set_lane(place_of(number, slab, 0, 0).at(0), lane);
-                let chunk = Chunk { lane, bytes, used: BTreeSet::new(), leaving: false };
+                memory.set_stripe(place_of(number, slab, 0, 0).at(0), stripe);
+                let chunk = Chunk { stripe, bytes, used: BTreeSet::new(), leaving: false };
                 (number, self.chunks.entry(number).or_insert(chunk))
             }
         };
@@ -155,17 +155,17 @@ impl State {
         }
     }
 
-    fn adopt(&mut self, memory: &Memory, (place, bytes, lane): (Place, u32, u32)) -> bool {
+    fn adopt(&mut self, memory: &Memory, (place, bytes, stripe): (Place, u32, u32)) -> bool {
         let slab = memory.chunk();
         let Some((_, bytes)) = class::fitting(slab, bytes) else { return false };
         let at = place.at(0).offset;
         let number = at / u64::from(slab);
-        memory.set_lane(place.at(0), lane);
-        let chunk = Chunk { lane, bytes, used: BTreeSet::new(), leaving: false };
+        memory.set_stripe(place.at(0), stripe);
+        let chunk = Chunk { stripe, bytes, used: BTreeSet::new(), leaving: false };
         let chunk = self.chunks.entry(number).or_insert(chunk);
         let offset = (at % u64::from(slab)) as u32;
         chunk.bytes == bytes
-            && chunk.lane == lane
+            && chunk.stripe == stripe
             && offset.is_multiple_of(bytes)
             && chunk.used.insert(offset / bytes)
     }
@@ -178,8 +178,8 @@ impl Blocks for Arena {
         self.memory.chunk()
     }
 
-    async fn allocate(&self, lane: u32, bytes: u32) -> Result<Place, NoBlock> {
-        self.state.lock().allocate(&self.memory, lane, bytes).ok_or(NoBlock::Full)
+    async fn allocate(&self, stripe: u32, bytes: u32) -> Result<Place, NoBlock> {
+        self.state.lock().allocate(&self.memory, stripe, bytes).ok_or(NoBlock::Full)
     }
 
     fn release(&self, place: Place) {
@@ -220,11 +220,11 @@ impl Blocks for Arena {
         let mut state = self.state.lock();
         let mut classes = HashMap::<(u32, u32), usize>::new();
         for chunk in state.chunks.values() {
-            *classes.entry((chunk.lane, chunk.bytes)).or_default() += 1;
+            *classes.entry((chunk.stripe, chunk.bytes)).or_default() += 1;
         }
         let mut chosen = 0;
         for chunk in state.chunks.values_mut() {
-            let several = classes[&(chunk.lane, chunk.bytes)] > 1;
+            let several = classes[&(chunk.stripe, chunk.bytes)] > 1;
             if several && chunk.used.len() as u32 * 100 < share * chunk.blocks(slab) {
                 chunk.leaving = true;
                 chosen += 1;

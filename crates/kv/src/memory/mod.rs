@@ -28,7 +28,7 @@ const END: u64 = 1 << 32;
 #[derive(Debug, Default)]
 pub struct Memory {
     nodes: Mutex<HashMap<u8, Vec<u8>>>,
-    lanes: Mutex<HashMap<(u8, u64), u32>>,
+    stripes: Mutex<HashMap<(u8, u64), u32>>,
     chunk: u64,
 }
 
@@ -76,12 +76,12 @@ impl Memory {
         old
     }
 
-    fn set_lane(&self, at: Address, lane: u32) {
-        self.lanes.lock().insert((at.node, at.offset / self.chunk), lane);
+    fn set_stripe(&self, at: Address, stripe: u32) {
+        self.stripes.lock().insert((at.node, at.offset / self.chunk), stripe);
     }
 
-    fn lane(&self, at: Address) -> Option<u32> {
-        self.lanes.lock().get(&(at.node, at.offset / self.chunk)).copied()
+    fn stripe(&self, at: Address) -> Option<u32> {
+        self.stripes.lock().get(&(at.node, at.offset / self.chunk)).copied()
     }
 }
 
@@ -190,7 +190,7 @@ impl Reach for Arc<Client> {
     }
 
     fn ordered(&self, a: Address, b: Address) -> bool {
-        a.node == b.node && self.memory.lane(a) == self.memory.lane(b)
+        a.node == b.node && self.memory.stripe(a) == self.memory.stripe(b)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Changes of several keys, all or nothing also across a crash.
 //!
-//! 1. Write all blocks, a record of the changes, and the lane's word that names the record.
-//! 2. Replace all slots, then clear the lane's word.
+//! 1. Write all blocks, a record of the changes, and the stripe's word that names the record.
+//! 2. Replace all slots, then clear the stripe's word.
 //!
 //! A crash in 1 leaves no record, or one that is not whole, or one whose blocks are not all whole:
 //! no slot was changed. A crash in 2 leaves a whole record, which the successor carries out. The
@@ -30,18 +30,18 @@ use crate::search::Buckets;
 use crate::table::{Entered, Entry, Table};
 use crate::ticket::Hold;
 
-/// The journal: one word in each lane.
+/// The journal: one word in each stripe.
 #[derive(Debug, Default)]
 pub(super) struct Journal {
     pub words: Vec<Place>,
-    /// Closed by the call that uses the lane's word.
-    lanes: Vec<Gate>,
+    /// Closed by the call that uses the stripe's word.
+    stripes: Vec<Gate>,
 }
 
 impl Journal {
     pub fn new(words: Vec<Place>) -> Self {
-        let lanes = words.iter().map(|_| Gate::default()).collect();
-        Self { words, lanes }
+        let stripes = words.iter().map(|_| Gate::default()).collect();
+        Self { words, stripes }
     }
 }
 
@@ -321,14 +321,14 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         trip: &Trip<'_>,
         ready: &mut [Ready<'_, B>],
     ) -> Result<(), Error> {
-        let lane = ready[0].table.lane;
-        let _lane = self.journal.lanes[lane as usize].close().await;
-        let word = self.journal.words[lane as usize].at(0);
+        let stripe = ready[0].table.stripe;
+        let _stripe = self.journal.stripes[stripe as usize].close().await;
+        let word = self.journal.words[stripe as usize].at(0);
         let change =
             |one: &Ready<'_, B>| Change { slot: one.at, old: one.before(), new: one.after() };
         let changes: Vec<_> = ready.iter().map(change).collect();
         let mut owned = self.owned();
-        let (records, first) = self.records(&mut owned, lane, &changes).await?;
+        let (records, first) = self.records(&mut owned, stripe, &changes).await?;
 
         // From here on a record names the blocks.
         ready.iter_mut().filter_map(|one| one.fresh.as_mut()).for_each(Fresh::own);
@@ -382,7 +382,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     async fn records(
         &self,
         owned: &mut Owned<'_, B>,
-        lane: u32,
+        stripe: u32,
         changes: &[Change],
     ) -> Result<(Vec<(Place, Vec<u8>)>, u64), Error> {
         let most = (self.slab as usize - HEAD_BYTES) / CHANGE_BYTES;
@@ -390,7 +390,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let mut next = 0;
         for changes in changes.chunks(most).rev() {
             let mut bytes = vec![0; journal::bytes_of(changes.len())];
-            let place = owned.allocate(lane, bytes.len() as u32).await?;
+            let place = owned.allocate(stripe, bytes.len() as u32).await?;
             journal::encode(place, changes, next, &mut bytes);
             next = journal::record_word(place, bytes.len() as u32);
             records.push((place, bytes));

@@ -149,7 +149,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         bytes: &mut [u8],
     ) -> Result<bool, Error> {
         let mut owned = self.owned();
-        let place = owned.allocate(table.lane, bytes.len() as u32).await?;
+        let place = owned.allocate(table.stripe, bytes.len() as u32).await?;
         crate::layout::block::reseal(place, bytes);
         let new = Slot { place, ..word };
         let (at, old) = (table.spot.slot(slot), word.word());

@@ -31,18 +31,18 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     ) -> Result<Self, Error> {
         let slab = blocks.slab();
         let groups = settings.groups.map_or(Shape::groups_of(slab), u32::from);
-        if settings.lane_bits > 6 {
-            return Err(Error::Setting("a store has at most 64 lanes; use fewer lane bits"));
+        if settings.stripe_bits > 6 {
+            return Err(Error::Setting("a store has at most 64 stripes; use fewer stripe bits"));
         }
         let mut secret = [0; SECRET_BYTES];
         for word in secret.chunks_exact_mut(8) {
             word.copy_from_slice(&environment.secret().to_be_bytes());
         }
         let place = blocks.allocate(0, ROOT_BYTES as u32).await?;
-        let lanes = 1 << settings.lane_bits;
+        let stripes = 1 << settings.stripe_bits;
         let fixed = Fixed {
             mode: Mode::Alone,
-            lane_bits: settings.lane_bits,
+            stripe_bits: settings.stripe_bits,
             partition: 0,
             groups: groups as u16,
             slab,
@@ -55,10 +55,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let mut root = Root { fixed, directories, generation: 1, journal };
         let mut store = Self::with(reach, blocks, environment, settings, place, &root)?;
         let mut owned = store.owned();
-        root.journal = owned.allocate(0, 8 * lanes).await?;
+        root.journal = owned.allocate(0, 8 * stripes).await?;
         let mut places = Vec::new();
-        for lane in 0..lanes {
-            places.push(owned.allocate(lane, 8).await?);
+        for stripe in 0..stripes {
+            places.push(owned.allocate(stripe, 8).await?);
         }
         owned.keep();
         drop(owned);
@@ -67,7 +67,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         Ok(store)
     }
 
-    /// Writes the root, and an empty journal whose lanes have their words at `places`.
+    /// Writes the root, and an empty journal whose stripes have their words at `places`.
     async fn write_root(&self, root: &Root, places: &[Place]) -> Result<(), Error> {
         let trip = self.trip(Operation::Maintain);
         let (bytes, empty) = (root.encode(), [0; 8]);
@@ -100,7 +100,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
                 "a subtable fits no slab; use fewer groups or larger chunks",
             ));
         };
-        let settings = Settings { lane_bits: root.fixed.lane_bits, ..settings };
+        let settings = Settings { stripe_bits: root.fixed.stripe_bits, ..settings };
         let counts_uses = AtomicBool::new(settings.measure == crate::uses::Measure::Frequency);
         Ok(Self {
             reach,
@@ -126,7 +126,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         })
     }
 
-    /// Gives a database its first directory, with one subtable in each lane.
+    /// Gives a database its first directory, with one subtable in each stripe.
     pub(super) async fn begin_database(&self, db: u8) -> Result<(), Error> {
         let database = &self.databases[usize::from(db)];
         let _structure = database.structure.close().await;
@@ -134,13 +134,13 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             return Ok(());
         }
         let trip = self.trip(Operation::Maintain);
-        let depth = u32::from(self.settings.lane_bits);
+        let depth = u32::from(self.settings.stripe_bits);
         let mut owned = self.owned();
         let mut tables: Vec<Arc<Table>> = Vec::new();
         let mut images = Vec::new();
-        for lane in 0..1_u32 << depth {
-            let spot = self.allocate_table(&mut owned, lane).await?;
-            let prefix = crate::hash::prefix(u64::from(lane) << (63 - depth) << 1, depth);
+        for stripe in 0..1_u32 << depth {
+            let spot = self.allocate_table(&mut owned, stripe).await?;
+            let prefix = crate::hash::prefix(u64::from(stripe) << (63 - depth) << 1, depth);
             let word = BucketWord { depth, prefix, ..BucketWord::default() };
             let table = self.new_table(spot, db, word);
             let header = Header { db, whole: word, sequence: table.sequence };

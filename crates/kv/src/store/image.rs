@@ -86,13 +86,13 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     pub(super) async fn allocate_table(
         &self,
         owned: &mut Owned<'_, B>,
-        lane: u32,
+        stripe: u32,
     ) -> Result<Spot, NoBlock> {
         let shape = self.shape;
-        let header = owned.allocate(lane, shape.header_bytes()).await?;
+        let header = owned.allocate(stripe, shape.header_bytes()).await?;
         let mut pieces = Vec::with_capacity(shape.pieces as usize);
         for piece in 0..shape.pieces {
-            pieces.push(owned.allocate(lane, shape.piece_bytes(piece)).await?);
+            pieces.push(owned.allocate(stripe, shape.piece_bytes(piece)).await?);
         }
         Ok(Spot { header, pieces, shape })
     }

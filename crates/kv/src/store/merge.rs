@@ -39,7 +39,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     /// The sibling with which `table` can merge.
     fn sibling(&self, db: u8, table: &Table) -> Option<Arc<Table>> {
         let word = table.local.lock().word;
-        if word.depth <= u32::from(self.settings.lane_bits) {
+        if word.depth <= u32::from(self.settings.stripe_bits) {
             return None;
         }
         let other = word.prefix ^ 1 << (48 - word.depth);
@@ -78,7 +78,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             ..before
         };
         let mut owned = self.owned();
-        let spot = self.allocate_table(&mut owned, table.lane).await?;
+        let spot = self.allocate_table(&mut owned, table.stripe).await?;
         let new = self.new_table(spot, db, word);
         let header = Header { db, whole: word, sequence: new.sequence };
         let image = Image::new(&new.spot, header, &slots);

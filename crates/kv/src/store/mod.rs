@@ -73,8 +73,8 @@ pub struct Settings {
     pub mirror: bool,
     /// Groups of buckets in a subtable. None: as many as fit 16 KiB.
     pub groups: Option<u16>,
-    /// The lanes (QP groups) number 2 to the power of this value, at most 64.
-    pub lane_bits: u8,
+    /// The stripes (QP groups) number 2 to the power of this value, at most 64.
+    pub stripe_bits: u8,
     /// What the store notes of the uses of keys, for the choice of keys to evict.
     pub measure: Measure,
 }
@@ -85,7 +85,7 @@ impl Default for Settings {
             form: Form::Fused,
             mirror: true,
             groups: None,
-            lane_bits: 0,
+            stripe_bits: 0,
             measure: Measure::Recency,
         }
     }
@@ -198,9 +198,9 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         self.counters.begin(kind)
     }
 
-    /// The lane of a hash's upper half, or of a tag.
-    fn lane(&self, prefix: u64) -> u32 {
-        crate::hash::index(prefix, self.settings.lane_bits.into()) as u32
+    /// The stripe of a hash's upper half, or of a tag.
+    fn stripe(&self, prefix: u64) -> u32 {
+        crate::hash::index(prefix, self.settings.stripe_bits.into()) as u32
     }
 
     fn is_mirrored(&self) -> bool {
@@ -212,7 +212,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let mirror = self.is_mirrored().then(|| Mirror::new(self.shape));
         let local = Local::new(self.shape, word, mirror);
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
-        Table::new(spot, db, self.lane(word.prefix << 16), sequence, local)
+        Table::new(spot, db, self.stripe(word.prefix << 16), sequence, local)
     }
 
     /// The longest key.

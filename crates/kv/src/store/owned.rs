@@ -22,11 +22,11 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
 
 impl<B: Blocks> Owned<'_, B> {
     /// Allocates a block.
-    pub async fn allocate(&mut self, lane: u32, bytes: u32) -> Result<Place, NoBlock> {
-        let mut place = self.blocks.allocate(lane, bytes).await?;
+    pub async fn allocate(&mut self, stripe: u32, bytes: u32) -> Result<Place, NoBlock> {
+        let mut place = self.blocks.allocate(stripe, bytes).await?;
         if place.is_none() {
             // Words use place 0 for "none". The block stays allocated, so this happens once.
-            place = self.blocks.allocate(lane, bytes).await?;
+            place = self.blocks.allocate(stripe, bytes).await?;
         }
         self.places.push(place);
         Ok(place)

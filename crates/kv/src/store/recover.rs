@@ -33,7 +33,7 @@ use crate::table::{Entry, Local, Mirror, Table};
 /// Changes beyond which a journal is not believed.
 const CHANGES_MAX: usize = 1 << 24;
 
-/// Blocks in use: place, bytes and lane.
+/// Blocks in use: place, bytes and stripe.
 type Used = Vec<(Place, u32, u32)>;
 
 /// A subtable as it was read.
@@ -90,15 +90,16 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     }
 
     async fn read_journal(&mut self, place: Place, used: &mut Used) -> Result<(), Error> {
-        let lanes = 1_usize << self.settings.lane_bits;
-        let mut bytes = vec![0; 8 * lanes];
+        let stripes = 1_usize << self.settings.stripe_bits;
+        let mut bytes = vec![0; 8 * stripes];
         {
             let trip = self.trip(Operation::Maintain);
             self.run(&trip, &mut [Step::Read { at: place.at(0), into: &mut bytes }]).await?;
         }
-        let words: Vec<_> = (0..lanes).map(|lane| Place::of(word(&bytes, 8 * lane))).collect();
+        let words: Vec<_> =
+            (0..stripes).map(|stripe| Place::of(word(&bytes, 8 * stripe))).collect();
         used.push((place, bytes.len() as u32, 0));
-        used.extend(words.iter().zip(0..).map(|(word, lane)| (*word, 8, lane)));
+        used.extend(words.iter().zip(0..).map(|(word, stripe)| (*word, 8, stripe)));
         self.journal = Journal::new(words);
         Ok(())
     }
@@ -173,8 +174,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         used: &mut Used,
     ) -> Result<(), Error> {
         let malformed = Error::malformed(root.header.at(0));
-        if root.depth < u32::from(self.settings.lane_bits) {
-            return Err(malformed(Malformed("a directory has fewer words than the store lanes")));
+        if root.depth < u32::from(self.settings.stripe_bits) {
+            return Err(malformed(Malformed("a directory has fewer words than the store stripes")));
         }
         let (pieces, words) = self.read_directory(trip, root, used).await?;
         let mut reads = self.read_tables(trip, &words).await?;
@@ -273,7 +274,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let word = BucketWord { depth: own, prefix, ..read.header.whole };
         let mirror = self.is_mirrored().then(|| Mirror::new(self.shape));
         let mut local = Local::new(self.shape, word, mirror);
-        let lane = self.lane(prefix << 16);
+        let stripe = self.stripe(prefix << 16);
         let words = read.slots.iter().enumerate();
         let words: Vec<_> =
             words.filter_map(|(slot, word)| Some((slot, Slot::parse(*word)?))).collect();
@@ -294,10 +295,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         .await?;
         self.databases[usize::from(db)].count(local.used.into());
         for (_, word) in words.iter().filter(|(slot, _)| kept[*slot] != 0) {
-            self.adopt_block(trip, *word, lane, used).await?;
+            self.adopt_block(trip, *word, stripe, used).await?;
         }
-        let table = Table::new(read.spot, db, lane, read.header.sequence, local);
-        used.extend(table.blocks().map(|(place, bytes)| (place, bytes, lane)));
+        let table = Table::new(read.spot, db, stripe, read.header.sequence, local);
+        used.extend(table.blocks().map(|(place, bytes)| (place, bytes, stripe)));
         let is_unfinished = own != read.header.whole.depth;
         Ok((table, is_unfinished.then_some(kept)))
     }
@@ -324,11 +325,11 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         &self,
         trip: &Trip<'_>,
         slot: Slot,
-        lane: u32,
+        stripe: u32,
         used: &mut Used,
     ) -> Result<(), Error> {
         if let Some(bytes) = class::length(self.slab, slot.length) {
-            used.push((slot.place, bytes, lane));
+            used.push((slot.place, bytes, stripe));
             return Ok(());
         }
         let mut bytes = self.buffers.take();
@@ -336,8 +337,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let block = self.parse(slot, &bytes)?;
         let (pieces, lists) = self.pieces(trip, slot.place, &block).await?;
         let length = HEADER_BYTES + block.key.len() + block.rest.len();
-        used.push((slot.place, length as u32, lane));
-        used.extend(pieces.into_iter().chain(lists).map(|(place, bytes)| (place, bytes, lane)));
+        used.push((slot.place, length as u32, stripe));
+        used.extend(pieces.into_iter().chain(lists).map(|(place, bytes)| (place, bytes, stripe)));
         Ok(())
     }
 }

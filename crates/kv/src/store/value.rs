@@ -59,7 +59,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         value: &[u8],
         expiry: u64,
     ) -> Result<Fresh<'_, B>, Error> {
-        let lane = self.lane(key.hash.upper);
+        let stripe = self.stripe(key.hash.upper);
         let (bytes, most) = (key.bytes.len(), self.key_max());
         if bytes > most {
             return Err(Error::KeyTooLong { bytes, most });
@@ -79,14 +79,14 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let length = string_bytes(bytes, value.len());
         let (code, place, encoded) = match self.code(length) {
             Some(code) => {
-                let place = parts.allocate(lane, length as u32).await?;
+                let place = parts.allocate(stripe, length as u32).await?;
                 let mut encoded = self.buffers.take();
                 encoded.resize(length, 0);
                 block::encode(place, &head, key.bytes, &[value], &mut encoded);
                 (code, place, encoded)
             }
             None => {
-                let written = self.in_pieces(trip, lane, &head, key, value, &mut parts).await?;
+                let written = self.in_pieces(trip, stripe, &head, key, value, &mut parts).await?;
                 (class::PIECES, written.0, written.1)
             }
         };
@@ -104,7 +104,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     async fn in_pieces(
         &self,
         trip: &Trip<'_>,
-        lane: u32,
+        stripe: u32,
         head: &Head,
         key: &Key<'_>,
         value: &[u8],
@@ -115,7 +115,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let mut lists = Vec::new();
         let mut steps = Steps::new();
         for piece in value.chunks(slab) {
-            let place = parts.allocate(lane, piece.len() as u32).await?;
+            let place = parts.allocate(stripe, piece.len() as u32).await?;
             entries.extend_from_slice(&piece_word(place, piece.len() as u32).to_be_bytes());
             steps.push(Step::Write { at: place.at(0), from: piece });
         }
@@ -127,7 +127,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let mut next = 0;
         for entries in others.chunks(each).rev() {
             let bytes = list_bytes(0, entries.len() / 8);
-            let place = parts.allocate(lane, bytes as u32).await?;
+            let place = parts.allocate(stripe, bytes as u32).await?;
             let head = Head { key: 0, kind: Kind::Continuation, expiry: 0, ..*head };
             let mut list = vec![0; bytes];
             let begin = list_head(crc, entries.len() as u32 / 8, next);
@@ -138,7 +138,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         steps.extend(lists.iter().map(|(place, list)| Step::Write { at: place.at(0), from: list }));
         self.run(trip, &mut steps).await?;
         let length = list_bytes(key.bytes.len(), mine.len() / 8);
-        let place = parts.allocate(lane, length as u32).await?;
+        let place = parts.allocate(stripe, length as u32).await?;
         let mut encoded = self.buffers.take();
         encoded.resize(length, 0);
         let head = Head { kind: Kind::Pieces, ..*head };
