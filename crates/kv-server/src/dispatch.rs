@@ -326,7 +326,7 @@ fn show<K: Keyspace>(context: &Context<'_, K>) {
     let server = context.server();
     if server.monitors.is_any() && !context.command.has(SKIP_MONITOR | ADMIN) {
         let session = &*context.session;
-        let limit = server.config.live.output_limit("normal");
+        let limit = server.config.live.output_limit("pubsub");
         let redacted = |index| is_secret(context.command, &context.args, index);
         server.monitors.show(&session.client, session.db, &context.args, redacted, limit);
     }
@@ -355,7 +355,8 @@ fn settle<K: Keyspace>(context: &mut Context<'_, K>, begin: usize, start_ns: u64
         server.latency.add(event, context.now_ms() / 1000, ms);
     }
     // Messages of this command come before its reply, as clients of RESP3 expect.
-    let precedes = !command.has(PUBSUB) || command.id == Id::Publish;
+    let precedes = (!command.has(PUBSUB) || command.id == Id::Publish)
+        && context.session.suppress == Suppress::No;
     if precedes && !context.session.in_exec && context.session.client.has(flag::MAIL) {
         let reply = context.out.len() - begin;
         context.session.client.take_mail(context.out);
