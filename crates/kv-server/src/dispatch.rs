@@ -245,7 +245,9 @@ fn any_queued<K: Keyspace>(context: &Context<'_, K>, flags: u32) -> bool {
 }
 
 fn needs_memory<K: Keyspace>(context: &Context<'_, K>) -> bool {
-    context.command.has(DENYOOM) || any_queued(context, DENYOOM)
+    // A queue takes memory of this process, whatever its commands do.
+    let is_queued = context.session.queue.is_some() && !ends_queue(context.command.id);
+    context.command.has(DENYOOM) || is_queued || any_queued(context, DENYOOM)
 }
 
 /// Waits while a pause holds the command back. Returns false if the connection was ended.

@@ -228,7 +228,7 @@ fn memory_limit_refuses_commands_that_need_memory() {
     assert_eq!(client.ask("set b 1"), refused);
     assert_eq!(client.ask("get a"), value);
     client.ask("multi");
-    assert_eq!(client.ask("set b 1"), refused);
+    assert_eq!(client.ask("get b"), refused);
     assert!(client.ask("exec").starts_with("-EXECABORT"));
     assert_eq!(client.ask("del a"), "1");
     assert_eq!(client.ask("set b 1"), "OK");
