@@ -1,21 +1,52 @@
-//! A store of crate `kv` over a pool, behind the server.
+//! A store of crate `kv` over a pool, behind the server, and the commands on data.
+//!
+//! | module | content |
+//! | --- | --- |
+//! | `call` | the execution of a command on keys that are locked |
+//! | `strings`, `numbers`, `bits`, `bitfield`, `lcs`, `keys`, `expiry` | the commands |
+//! | `plan` | which code executes a command, and which keys it has |
+//! | `run` | one command with its keys, as one operation of the store |
+//! | `exec` | EXEC as one call of the store, WATCH |
+//! | `whole`, `debug` | commands on whole databases |
+//! | `barrier`, `state` | what all threads share |
+//! | `save`, `upkeep` | files; work in the background |
+
+mod barrier;
+mod bitfield;
+mod bits;
+mod call;
+mod debug;
+mod exec;
+mod expiry;
+mod keys;
+mod lcs;
+mod numbers;
+mod plan;
+mod run;
+mod save;
+mod state;
+mod strings;
+mod upkeep;
+mod whole;
 
 use std::time::Duration;
 
 use kv::environment::System;
 use kv::pooled::PoolMemory;
-use kv::{Settings, Watch};
+use kv::Settings;
 use pool::{DefaultNic, Pool};
 use redis_formats::command::Command;
 use verbs::Nic;
 
-use crate::commands::data;
 use crate::context::Context;
 use crate::error::Error;
 use crate::keyspace::{Fact, Keyspace, Size, Usage};
 use crate::server::Server;
 use crate::session::Queue;
 use crate::worker::Worker;
+
+pub use self::exec::Watched;
+use self::state::State;
 
 /// The store that commands on data use.
 pub type Store<N = DefaultNic> = kv::Store<PoolMemory<N>, PoolMemory<N>, System>;
@@ -25,6 +56,7 @@ pub struct Data<N: Nic = DefaultNic> {
     /// The store.
     pub store: Store<N>,
     memory: PoolMemory<N>,
+    state: State,
 }
 
 impl<N: Nic> Data<N> {
@@ -39,7 +71,7 @@ impl<N: Nic> Data<N> {
         }
         let memory = PoolMemory::new(pool, 0, heap)?;
         let store = Store::create_blocking(memory.clone(), memory.clone(), System, settings)?;
-        Ok(Self { store, memory })
+        Ok(Self { store, memory, state: State::default() })
     }
 
     /// The pool.
@@ -49,34 +81,34 @@ impl<N: Nic> Data<N> {
 }
 
 impl<N: Nic> Keyspace for Data<N> {
-    type Watches = Vec<Watch>;
+    type Watches = Vec<Watched>;
 
     async fn execute(context: &mut Context<'_, Self>) {
-        data::execute(context).await;
+        run::execute(context).await;
     }
 
     async fn execute_queue(context: &mut Context<'_, Self>, queue: &Queue) {
-        data::execute_queue(context, queue).await;
+        exec::execute_queue(context, queue).await;
     }
 
-    fn unwatch(&self, watches: &mut Vec<Watch>) {
+    fn unwatch(&self, watches: &mut Vec<Watched>) {
         watches.clear();
     }
 
-    async fn make_room(&self, worker: &Worker, command: &Command) -> bool {
-        data::make_room(self, worker, command).await
+    async fn make_room(&self, worker: &Worker, _: &Command) -> bool {
+        self.make_room(worker).await
     }
 
     async fn load(&self, worker: &Worker) -> Result<(), String> {
-        data::load(self, worker).await
+        self.load_file(worker).await
     }
 
     async fn maintain(&self, worker: &Worker) {
-        data::maintain(self, worker).await;
+        self.maintain(worker).await;
     }
 
     async fn finish(&self, worker: &Worker, save: Option<bool>) -> Result<(), String> {
-        data::finish(self, worker, save).await
+        self.finish(worker, save).await
     }
 
     fn poll(&self) -> usize {
@@ -88,7 +120,7 @@ impl<N: Nic> Keyspace for Data<N> {
     }
 
     fn size(&self, db: u8) -> Size {
-        Size { keys: self.store.len(db), ..Size::default() }
+        Size { keys: self.store.len(self.state.physical(db)), ..Size::default() }
     }
 
     fn usage(&self) -> Usage {
@@ -104,7 +136,7 @@ impl<N: Nic> Keyspace for Data<N> {
     }
 
     fn persistence(&self) -> Vec<Fact> {
-        data::persistence(self)
+        self.facts_of_saves()
     }
 
     fn facts(&self) -> Vec<Fact> {
@@ -126,6 +158,6 @@ impl<N: Nic> Keyspace for Data<N> {
     }
 
     fn configured(&self, server: &Server) {
-        data::configured(self, server);
+        self.apply(server);
     }
 }

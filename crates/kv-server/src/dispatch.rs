@@ -159,6 +159,12 @@ fn check_state<K: Keyspace>(context: &Context<'_, K>) -> Option<Vec<u8>> {
     None
 }
 
+/// Returns whether the user may execute the command.
+pub(crate) fn is_allowed<K: Keyspace>(context: &Context<'_, K>) -> bool {
+    let login = &context.session.login;
+    login.is_unrestricted || login.user.check(context.command, &context.args).is_ok()
+}
+
 /// Checks the rights of the user, and logs a refusal.
 fn check_rights<K: Keyspace>(context: &Context<'_, K>) -> Result<(), Denied> {
     let session = &*context.session;

@@ -115,6 +115,8 @@ pub struct Session {
     pub is_closing: bool,
     /// The present command runs within EXEC.
     pub in_exec: bool,
+    /// The reply of the present command, if EXEC has executed the command already.
+    pub(crate) prepared: Option<Vec<u8>>,
 }
 
 impl Session {
@@ -129,6 +131,7 @@ impl Session {
             suppress: Suppress::No,
             is_closing: false,
             in_exec: false,
+            prepared: None,
         }
     }
 

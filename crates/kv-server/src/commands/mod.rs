@@ -8,7 +8,6 @@ mod client;
 mod cluster;
 mod config;
 mod connection;
-pub(crate) mod data;
 mod debug;
 mod help;
 mod info;

@@ -172,7 +172,7 @@ pub(super) fn bitpos(call: &Call<'_>, cells: &mut Cells<'_, '_, '_>, out: &mut O
         let end = if has_end { call.integer(4)? } else { i64::MAX };
         run = Run::of(start, end, in_bits, value);
     }
-    let Some(run) = run else {
+    let Some(run) = run.filter(|run| run.start < run.end) else {
         out.integer(-1);
         return Ok(());
     };

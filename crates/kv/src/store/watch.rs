@@ -23,8 +23,10 @@ pub(super) struct Watches {
 
 #[derive(Debug, Default)]
 struct Watched {
+    db: u8,
     watches: usize,
     changes: u64,
+    flushes: u64,
 }
 
 /// A watch on a key: tells whether the key has changed since.
@@ -33,13 +35,21 @@ pub struct Watch {
     watches: Arc<Watches>,
     name: Name,
     since: u64,
+    flushes: u64,
 }
 
 impl Watch {
-    /// True if the key was changed, deleted, found expired, or flushed since the watch began.
+    /// True if the key was changed, deleted, or found expired since the watch began.
     pub fn is_changed(&self) -> bool {
         let keys = self.watches.keys.lock();
         keys.get(&self.name).is_none_or(|key| key.changes != self.since)
+    }
+
+    /// True if the database of the key was flushed since the watch began. The key may have been
+    /// absent all the time.
+    pub fn is_flushed(&self) -> bool {
+        let keys = self.watches.keys.lock();
+        keys.get(&self.name).is_none_or(|key| key.flushes != self.flushes)
     }
 }
 
@@ -64,10 +74,11 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         watches.count.fetch_add(1, Ordering::Relaxed);
         let mut keys = watches.keys.lock();
         let watched = keys.entry(name).or_default();
+        watched.db = db;
         watched.watches += 1;
-        let since = watched.changes;
+        let (since, flushes) = (watched.changes, watched.flushes);
         let watches = watches.clone();
-        Ok(Watch { watches, name, since })
+        Ok(Watch { watches, name, since, flushes })
     }
 
     /// Notes a change of a key.
@@ -79,8 +90,9 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         }
     }
 
-    /// Notes a change of all keys.
-    pub(super) fn touched_all(&self) {
-        self.watches.keys.lock().values_mut().for_each(|key| key.changes += 1);
+    /// Notes a flush of a database.
+    pub(super) fn flushed(&self, db: u8) {
+        let mut keys = self.watches.keys.lock();
+        keys.values_mut().filter(|key| key.db == db).for_each(|key| key.flushes += 1);
     }
 }
