@@ -120,7 +120,7 @@ impl<N: Nic> PoolMemory<N> {
         let grant = inherited.iter().find(|grant| {
             at.node == self.shared.node && (grant.addr..grant.addr + grant.len).contains(&address)
         })?;
-        Some((grant.clone(), address - grant.addr))
+        Some((*grant, address - grant.addr))
     }
 
     fn group(&self, stripe: u32) -> GroupId {
@@ -180,7 +180,7 @@ fn divide<'a>(
             lists.push((Part::new(), 0));
         }
         if let Some((part, total)) = lists.last_mut() {
-            part.push((step, grant.clone(), offset + done));
+            part.push((step, grant, offset + done));
             *total += bytes;
         }
     };

@@ -148,7 +148,7 @@ impl Kv {
         let groups = pool.groups().clamp(1, GROUPS_MAX);
         let settings = kv::Settings {
             mirror: !self.no_index_cache,
-            lane_bits: groups.ilog2() as u8,
+            stripe_bits: groups.ilog2() as u8,
             ..kv::Settings::default()
         };
         let data = Arc::new(Data::create(pool, heap::Settings::default(), settings)?);
