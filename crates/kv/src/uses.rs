@@ -88,6 +88,18 @@ impl Uses {
         i64::from(self.values[slot]) - since
     }
 
+    /// What is told of a key: seconds since its last use, or its count.
+    pub fn told(&self, slot: usize, measure: Measure, now: u64) -> u64 {
+        let worth = self.worth(slot, measure, now);
+        match measure {
+            Measure::Recency => {
+                let units = (i64::from(NOW) - worth).max(0) as u64;
+                (units << measure.shift()) / 1000
+            }
+            Measure::Frequency => worth.max(0) as u64,
+        }
+    }
+
     /// Copies the value of a slot of another subtable.
     pub fn copy(&mut self, to: usize, other: &Self, from: usize) {
         let newer = self.renewed.max(other.renewed);

@@ -160,6 +160,20 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         self.change(Operation::Update, key, Want::Value, None, decide).await
     }
 
+    /// Like [`Store::update`], for a change that does not need the value: `change` gets the expiry
+    /// in milliseconds since 1970 (0: none; `None`: the key is not there).
+    pub async fn alter<'v>(
+        &self,
+        db: u8,
+        key: &[u8],
+        mut change: impl FnMut(Option<u64>) -> Update<'v>,
+    ) -> Result<(), Error> {
+        let key = self.key(db, key)?;
+        let decide =
+            |current: Option<Current<'_>>| change(current.map(|current| current.expiry));
+        self.change(Operation::Set, key, Want::Places, None, decide).await
+    }
+
     /// Sets the expiry of a key to `at`, in milliseconds since 1970; 0 removes the expiry. A time
     /// that has passed deletes the key. `is_wanted` gets the present expiry and decides.
     ///

@@ -115,7 +115,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             slab,
             databases: std::array::from_fn(|number| Database::new(number as u8)),
             tickets: Tickets::new(),
-            watches: super::watch::Watches::default(),
+            watches: Arc::default(),
             due: super::sweep::Due::default(),
             buffers: Buffers::default(),
             counters: Counters::default(),

@@ -66,7 +66,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         self.counts_uses.store(measure == Measure::Frequency, Ordering::Relaxed);
     }
 
-    fn measured(&self) -> Measure {
+    pub(super) fn measured(&self) -> Measure {
         let counts = self.counts_uses.load(Ordering::Relaxed);
         if counts { Measure::Frequency } else { Measure::Recency }
     }

@@ -57,7 +57,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             local.gone = true;
             database.count(-i64::from(local.used));
         }
-        self.touched_all();
+        self.flushed(db);
         drop(closed);
         drop(structure);
         if let Some(directory) = directory {

@@ -24,6 +24,7 @@ mod stats;
 mod sweep;
 mod trips;
 mod value;
+mod walk;
 mod watch;
 
 use std::sync::Arc;
@@ -36,6 +37,7 @@ pub use read::Pinned;
 pub use scan::{Cursor, Scanned};
 pub use stats::Stats;
 pub use trips::{Operation, Trips};
+pub use walk::Visited;
 pub use watch::Watch;
 
 use self::database::Database;
@@ -110,7 +112,7 @@ pub struct Store<R, B, E> {
     slab: u32,
     databases: [Database; DATABASES],
     tickets: Tickets,
-    watches: watch::Watches,
+    watches: Arc<watch::Watches>,
     due: sweep::Due,
     buffers: Buffers,
     counters: Counters,

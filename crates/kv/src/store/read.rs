@@ -1,6 +1,7 @@
 //! Operations that read one key.
 
 use std::ops::Deref;
+use std::sync::Arc;
 
 use super::look::{Hit, Seen, Want};
 use super::scratch::Scratch;
@@ -10,6 +11,7 @@ use crate::blocks::Blocks;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::reach::Reach;
+use crate::table::Table;
 use crate::ticket::Hold;
 
 /// A value in a buffer of the store, which is used again when this is dropped.
@@ -91,7 +93,26 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         Ok(hit.map(|hit| hit.expiry))
     }
 
-    /// Looks for a key that has not expired. The caller holds a ticket and a pin.
+    /// What the store has noted of the uses of a key: with [`Measure::Recency`](super::Measure::Recency) the seconds since
+    /// the last use, in steps of 8, with [`Measure::Frequency`](super::Measure::Frequency) the logarithmic count. The call is
+    /// no use. `None`: the key is not there.
+    pub async fn worth(&self, db: u8, key: &[u8]) -> Result<Option<u64>, Error> {
+        let key = self.key(db, key)?;
+        let ticket = self.ticket(&key, Hold::Shared);
+        ticket.valid().await;
+        let trip = self.trip(Operation::Exists);
+        let _pin = self.blocks.pin();
+        let mut buffer = self.buffers.take();
+        let found = self.find(&trip, &key, Want::Presence, &mut buffer).await?;
+        Ok(found.map(|(table, hit)| {
+            let (measure, now) = (self.measured(), self.environment.now());
+            let local = table.local.lock();
+            local.uses.told(hit.slot, measure, now)
+        }))
+    }
+
+    /// Looks for a key that has not expired, and notes the use. The caller holds a ticket and a
+    /// pin.
     async fn seek(
         &self,
         trip: &Trip<'_>,
@@ -99,6 +120,21 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         want: Want,
         buffer: &mut Vec<u8>,
     ) -> Result<Option<Hit>, Error> {
+        let found = self.find(trip, key, want, buffer).await?;
+        Ok(found.map(|(table, hit)| {
+            self.used(&table, hit.slot, false);
+            hit
+        }))
+    }
+
+    /// Looks for a key that has not expired. The caller holds a ticket and a pin.
+    async fn find(
+        &self,
+        trip: &Trip<'_>,
+        key: &Key<'_>,
+        want: Want,
+        buffer: &mut Vec<u8>,
+    ) -> Result<Option<(Arc<Table>, Hit)>, Error> {
         let mut before = None;
         loop {
             let Some(table) = self.database(key).table(key.hash.upper) else { return Ok(None) };
@@ -106,10 +142,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
                 Some(Seen { hit, .. }) => {
                     let now = self.environment.now();
                     let alive = hit.filter(|hit| !hit.is_expired(now));
-                    if let Some(hit) = &alive {
-                        self.used(&table, hit.slot, false);
-                    }
-                    return Ok(alive);
+                    return Ok(alive.map(|hit| (table, hit)));
                 }
                 // The directory changes before the subtable does, so another subtable has the key
                 // now. The same one means that remote memory has a foreign prefix.

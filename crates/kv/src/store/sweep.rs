@@ -42,6 +42,15 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
 
     /// Deletes expired keys: at most `most`. Returns the number of keys deleted.
     pub async fn sweep(&self, most: usize) -> Result<usize, Error> {
+        self.sweep_and_tell(most, None).await
+    }
+
+    /// Like [`Store::sweep`]. Reads each key before its deletion, for `tell`.
+    pub async fn sweep_and_tell(
+        &self,
+        most: usize,
+        mut tell: Option<&mut dyn FnMut(u8, &[u8])>,
+    ) -> Result<usize, Error> {
         let mut deleted = 0;
         for _ in 0..most {
             let now = self.environment.now();
@@ -53,14 +62,24 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
                 }
             };
             let Some(Reverse((_, db, hash))) = next else { break };
-            deleted += usize::from(self.delete_expired(db, hash).await?);
+            let mut key = tell.as_ref().map(|_| Vec::new());
+            let is_deleted = self.delete_expired(db, hash, key.as_mut()).await?;
+            deleted += usize::from(is_deleted);
+            if let (true, Some(tell), Some(key)) = (is_deleted, &mut tell, key) {
+                tell(db, &key);
+            }
         }
         self.removed.expired.fetch_add(deleted as u64, Ordering::Relaxed);
         Ok(deleted)
     }
 
-    /// Deletes the key with `hash`, if the key has expired.
-    async fn delete_expired(&self, db: u8, hash: KeyHash) -> Result<bool, Error> {
+    /// Deletes the key with `hash`, if the key has expired. `name`: takes the key.
+    async fn delete_expired(
+        &self,
+        db: u8,
+        hash: KeyHash,
+        mut name: Option<&mut Vec<u8>>,
+    ) -> Result<bool, Error> {
         let ticket = self.tickets.one(Name::new(db, hash.tag), Hold::Exclusive);
         ticket.valid().await;
         let trip = self.trip(Operation::Sweep);
@@ -79,6 +98,11 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let Some(hit) = hit else { return Ok(false) };
             if !hit.is_expired(self.environment.now()) {
                 return Ok(false);
+            }
+            if let Some(name) = &mut name {
+                name.clear();
+                let slots = std::iter::once(hit.word);
+                self.read_keys(&trip, slots, |_, _, key| name.extend_from_slice(key)).await?;
             }
             // The key's bytes are not needed: the hash is that of this key.
             let key = Key { db, bytes: &[], hash };

@@ -1,0 +1,345 @@
+//! The task of a connection: reads requests, executes them in order, writes the replies.
+
+use std::future::poll_fn;
+use std::io::{self, ErrorKind};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::Poll;
+
+use redis_formats::request::{Limits, Parser};
+
+use crate::channels::To;
+use crate::client::{Client, flag};
+use crate::context::{Args, Large};
+use crate::dispatch::{self, Request};
+use crate::keyspace::Keyspace;
+use crate::net::event_loop::{Readiness, Seat};
+use crate::net::listen::Accepted;
+use crate::net::stream::Stream;
+use crate::session::Session;
+use crate::worker::Worker;
+
+/// Bytes of a read.
+const READ_BYTES: usize = 16 << 10;
+/// A value of this length is read into memory of its own.
+const LARGE_BYTES: usize = 16 << 10;
+/// Least growth of the memory of a large value.
+const LARGE_GROWTH_BYTES: usize = 1 << 20;
+/// Replies of this length are sent before the next command is executed.
+const FLUSH_BYTES: usize = 64 << 10;
+/// Commands that a connection executes before other connections have their turn.
+const COMMANDS_MAX: u32 = 256;
+
+/// Why the work on the input stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Next {
+    /// Bytes are missing.
+    Read,
+    /// The connection ends, after its replies are sent.
+    Close,
+}
+
+struct Connection<K: Keyspace> {
+    stream: Stream,
+    readiness: Rc<Readiness>,
+    session: Session,
+    watches: K::Watches,
+    parser: Parser,
+    input: Vec<u8>,
+    /// Offset of the first request that is not executed.
+    begin: usize,
+    /// Large values of this request.
+    large: Vec<Large>,
+    /// Bytes of the last large value that are missing.
+    missing: usize,
+    out: Vec<u8>,
+    worker: Rc<Worker>,
+    store: Arc<K>,
+}
+
+/// Serves a connection until its end.
+pub(crate) async fn serve<K: Keyspace>(accepted: Accepted, seat: Seat<K>) {
+    let Some(client) = seat.client.clone() else { return };
+    let worker = seat.worker.clone();
+    match Stream::new(accepted.fd, accepted.tls) {
+        Ok(stream) => {
+            // Other threads end or wake the connection from now on.
+            let waker = poll_fn(|cx| Poll::Ready(cx.waker().clone())).await;
+            client.set_waker(waker);
+            let login = worker.server.users.first_login();
+            let mut connection = Connection::<K> {
+                stream,
+                readiness: seat.readiness,
+                session: Session::new(client.clone(), login),
+                watches: K::Watches::default(),
+                parser: Parser::default(),
+                input: Vec::new(),
+                begin: 0,
+                large: Vec::new(),
+                missing: 0,
+                out: Vec::new(),
+                worker: seat.worker,
+                store: seat.store,
+            };
+            // The peer has gone, or the connection was ended.
+            let _ = connection.run().await;
+            connection.end();
+        }
+        Err(error) => tracing::warn!(%error, "beginning TLS failed"),
+    }
+    worker.server.clients.remove(&client);
+    worker.server.threads[worker.index].connections.fetch_sub(1, Ordering::Relaxed);
+}
+
+impl<K: Keyspace> Connection<K> {
+    fn client(&self) -> &Client {
+        &self.session.client
+    }
+
+    async fn run(&mut self) -> io::Result<()> {
+        loop {
+            let next = self.execute_input().await?;
+            self.send().await?;
+            if next == Next::Close {
+                self.stream.close();
+                return Ok(());
+            }
+            self.read().await?;
+        }
+    }
+
+    /// Releases what the connection has at other places.
+    fn end(&mut self) {
+        let server = &self.worker.server;
+        let client = &self.session.client;
+        for channel in &self.session.subscriptions.channels {
+            server.channels.unsubscribe(To::Channel, channel, client);
+        }
+        for pattern in &self.session.subscriptions.patterns {
+            server.channels.unsubscribe(To::Pattern, pattern, client);
+        }
+        server.monitors.remove(client);
+        self.store.unwatch(&mut self.watches);
+        self.worker.give_buffer(std::mem::take(&mut self.input));
+        self.worker.give_buffer(std::mem::take(&mut self.out));
+    }
+
+    fn limits(&self) -> Limits {
+        Limits { bulk: self.worker.server.config.live.bulk_max(), ..Limits::default() }
+    }
+
+    /// Executes the requests of the input.
+    async fn execute_input(&mut self) -> io::Result<Next> {
+        let mut executed = 0;
+        loop {
+            self.take_events()?;
+            let limits = self.limits();
+            let input = &mut self.input[self.begin..];
+            let is_authenticated = self.session.login.is_authenticated;
+            let parsed = match self.missing {
+                0 => self.parser.parse(input, &limits, is_authenticated),
+                _ => Ok(None),
+            };
+            match parsed {
+                Ok(Some(used)) => {
+                    self.execute().await;
+                    self.begin += used;
+                    self.large.clear();
+                }
+                Ok(None) => return self.prepare_read(),
+                Err(error) => {
+                    self.out.push(b'-');
+                    error.text(&mut self.out);
+                    self.out.extend(b"\r\n");
+                    return Ok(Next::Close);
+                }
+            }
+            if self.session.is_closing {
+                self.client().set(flag::CLOSING);
+                return Ok(Next::Close);
+            }
+            if self.out.len() >= FLUSH_BYTES {
+                self.send().await?;
+            }
+            executed += 1;
+            if executed % COMMANDS_MAX == 0 {
+                self.worker.yield_now().await;
+            }
+        }
+    }
+
+    /// Executes the request that the parser has returned.
+    async fn execute(&mut self) {
+        let input = &self.input[self.begin..];
+        let args = Args::of_request(self.parser.arguments(input), &self.large);
+        let request = Request {
+            args,
+            out: &mut self.out,
+            session: &mut self.session,
+            watches: &mut self.watches,
+            worker: &self.worker,
+            store: &*self.store,
+        };
+        dispatch::execute(request).await;
+    }
+
+    /// Takes the mail of other connections. Fails if the connection was ended.
+    fn take_events(&mut self) -> io::Result<()> {
+        let client = &self.session.client;
+        if !client.has(flag::EVENTS) {
+            return Ok(());
+        }
+        if client.has(flag::KILLED) {
+            return Err(ErrorKind::ConnectionAborted.into());
+        }
+        client.take_mail(&mut self.out);
+        Ok(())
+    }
+
+    /// Makes room in the input, and begins to read a large value into memory of its own.
+    fn prepare_read(&mut self) -> io::Result<Next> {
+        self.input.drain(..self.begin);
+        self.begin = 0;
+        if self.missing == 0
+            && let Some(pending) = self.parser.pending().filter(|own| own.len >= LARGE_BYTES)
+            && self.parser.divert()
+        {
+            let here = (self.input.len() - pending.start).min(pending.len);
+            let bytes = self.input.drain(pending.start..pending.start + here).collect();
+            self.missing = pending.len - here;
+            self.large.push(Large { index: pending.index, bytes });
+            if self.missing == 0 {
+                return Ok(Next::Read);
+            }
+        }
+        let queued = self.session.queue.as_ref().map_or(0, |queue| queue.bytes());
+        let large: usize = self.large.iter().map(|own| own.bytes.len()).sum();
+        if self.input.len() + large + queued > self.worker.server.config.live.query_max() {
+            tracing::warn!(
+                client = self.client().id,
+                address = &*self.client().address,
+                "a connection reached client-query-buffer-limit and is closed"
+            );
+            return Err(ErrorKind::OutOfMemory.into());
+        }
+        Ok(Next::Read)
+    }
+
+    /// Sends the replies. Waits if the peer does not read.
+    async fn send(&mut self) -> io::Result<()> {
+        let (mut sent, mut has_waited) = (0, false);
+        while sent < self.out.len() || self.stream.holds_bytes() {
+            match self.stream.write(&self.out[sent..]) {
+                Ok(count) => {
+                    sent += count;
+                    self.worker.stats().sent.add(count as u64);
+                    self.worker.stats().writes.add(1);
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    has_waited = true;
+                    self.readiness.writable.set(false);
+                    self.note_buffers(self.out.len() - sent);
+                    let (client, readiness) = (&self.session.client, &self.readiness);
+                    let _rest = self.worker.rest();
+                    readiness.wait(|| client.has(flag::KILLED) || readiness.writable.get()).await;
+                    if client.has(flag::KILLED) {
+                        return Err(ErrorKind::ConnectionAborted.into());
+                    }
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        self.out.clear();
+        if has_waited {
+            self.note_buffers(0);
+        }
+        Ok(())
+    }
+
+    fn note_buffers(&self, output: usize) {
+        let large: usize = self.large.iter().map(|own| own.bytes.len()).sum();
+        self.client().note_buffers(self.input.len() + large, self.input.capacity() + large, output);
+    }
+
+    /// Waits for bytes, and reads them. Returns early if mail has come.
+    async fn read(&mut self) -> io::Result<()> {
+        loop {
+            if !self.readiness.readable.get() {
+                self.rest();
+                self.wait().await;
+            }
+            self.take_events()?;
+            if !self.out.is_empty() {
+                return Ok(());
+            }
+            if !self.readiness.readable.get() {
+                continue;
+            }
+            if self.read_now()? {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Gives empty buffers back before a wait, so that an idle connection has none.
+    fn rest(&mut self) {
+        self.note_buffers(0);
+        if self.input.is_empty() {
+            self.worker.give_buffer(std::mem::take(&mut self.input));
+        }
+        self.worker.give_buffer(std::mem::take(&mut self.out));
+    }
+
+    async fn wait(&self) {
+        let (client, readiness, stream) = (&self.session.client, &self.readiness, &self.stream);
+        let has_room = || stream.holds_bytes() && readiness.writable.get();
+        let is_awaited = || client.has(flag::EVENTS) || readiness.readable.get() || has_room();
+        let _rest = self.worker.rest();
+        readiness.wait(is_awaited).await;
+    }
+
+    /// Reads once. Returns whether bytes were read.
+    fn read_now(&mut self) -> io::Result<bool> {
+        if self.input.capacity() == 0 {
+            self.input = self.worker.take_buffer();
+            self.out = self.worker.take_buffer();
+        }
+        let taken = match self.large.last_mut().filter(|_| self.missing > 0) {
+            Some(large) => {
+                // Memory follows the bytes that came, not the length that was announced.
+                if large.bytes.len() == large.bytes.capacity() {
+                    let more = large.bytes.len().max(LARGE_GROWTH_BYTES);
+                    large.bytes.reserve_exact(more.min(self.missing));
+                }
+                let spare = large.bytes.capacity() - large.bytes.len();
+                let most = spare.min(self.missing);
+                self.stream.read(&mut large.bytes, most)
+            }
+            None => self.stream.read(&mut self.input, READ_BYTES),
+        };
+        let taken = match taken {
+            Ok(taken) => taken,
+            Err(error) if error.kind() == ErrorKind::Interrupted => return Ok(false),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                self.readiness.readable.set(false);
+                return Ok(false);
+            }
+            Err(error) => return Err(error),
+        };
+        if taken.count == 0 {
+            return Err(ErrorKind::UnexpectedEof.into());
+        }
+        if taken.is_drained && !self.readiness.ends.get() {
+            self.readiness.readable.set(false);
+        }
+        let stats = self.worker.stats();
+        stats.received.add(taken.count as u64);
+        stats.reads.add(1);
+        if self.missing > 0 {
+            self.missing -= taken.count;
+        }
+        Ok(true)
+    }
+}

@@ -1,0 +1,163 @@
+//! A store of crate `kv` over a pool, behind the server, and the commands on data.
+//!
+//! | module | content |
+//! | --- | --- |
+//! | `call` | the execution of a command on keys that are locked |
+//! | `strings`, `numbers`, `bits`, `bitfield`, `lcs`, `keys`, `expiry` | the commands |
+//! | `plan` | which code executes a command, and which keys it has |
+//! | `run` | one command with its keys, as one operation of the store |
+//! | `exec` | EXEC as one call of the store, WATCH |
+//! | `whole`, `debug` | commands on whole databases |
+//! | `barrier`, `state` | what all threads share |
+//! | `save`, `upkeep` | files; work in the background |
+
+mod barrier;
+mod bitfield;
+mod bits;
+mod call;
+mod debug;
+mod exec;
+mod expiry;
+mod keys;
+mod lcs;
+mod numbers;
+mod plan;
+mod run;
+mod save;
+mod state;
+mod strings;
+mod upkeep;
+mod whole;
+
+use std::time::Duration;
+
+use kv::environment::System;
+use kv::pooled::PoolMemory;
+use kv::Settings;
+use pool::{DefaultNic, Pool};
+use redis_formats::command::Command;
+use verbs::Nic;
+
+use crate::context::Context;
+use crate::error::Error;
+use crate::keyspace::{Fact, Keyspace, Size, Usage};
+use crate::server::Server;
+use crate::session::Queue;
+use crate::worker::Worker;
+
+pub use self::exec::Watched;
+use self::state::State;
+
+/// The store that commands on data use.
+pub type Store<N = DefaultNic> = kv::Store<PoolMemory<N>, PoolMemory<N>, System>;
+
+/// A store over a pool, behind the server.
+pub struct Data<N: Nic = DefaultNic> {
+    /// The store.
+    pub store: Store<N>,
+    memory: PoolMemory<N>,
+    state: State,
+}
+
+impl<N: Nic> Data<N> {
+    /// Creates an empty store in `pool`.
+    ///
+    /// # Errors
+    ///
+    /// The scheme of the pool has no chunks below a block, or the pool is full.
+    pub fn create(pool: Pool<N>, heap: heap::Settings, settings: Settings) -> Result<Self, Error> {
+        if pool.first_chunk().is_none() {
+            return Err(Error::Scheme);
+        }
+        let memory = PoolMemory::new(pool, 0, heap)?;
+        let store = Store::create_blocking(memory.clone(), memory.clone(), System, settings)?;
+        Ok(Self { store, memory, state: State::default() })
+    }
+
+    /// The pool.
+    pub fn pool(&self) -> &Pool<N> {
+        self.memory.pool()
+    }
+}
+
+impl<N: Nic> Keyspace for Data<N> {
+    type Watches = Vec<Watched>;
+
+    async fn execute(context: &mut Context<'_, Self>) {
+        run::execute(context).await;
+    }
+
+    async fn execute_queue(context: &mut Context<'_, Self>, queue: &Queue) {
+        exec::execute_queue(context, queue).await;
+    }
+
+    fn unwatch(&self, watches: &mut Vec<Watched>) {
+        watches.clear();
+    }
+
+    async fn make_room(&self, worker: &Worker, _: &Command) -> bool {
+        self.make_room(worker).await
+    }
+
+    async fn load(&self, worker: &Worker) -> Result<(), String> {
+        self.load_file(worker).await
+    }
+
+    async fn maintain(&self, worker: &Worker) {
+        self.maintain(worker).await;
+    }
+
+    async fn finish(&self, worker: &Worker, save: Option<bool>) -> Result<(), String> {
+        self.finish(worker, save).await
+    }
+
+    fn poll(&self) -> usize {
+        self.memory.pool().poll()
+    }
+
+    fn park(&self, limit: Duration) {
+        self.memory.pool().park(limit);
+    }
+
+    fn size(&self, db: u8) -> Size {
+        Size { keys: self.store.len(self.state.physical(db)), ..Size::default() }
+    }
+
+    fn usage(&self) -> Usage {
+        let stats = self.store.stats();
+        Usage {
+            used: stats.usage.live + stats.usage.limbo,
+            payload: stats.usage.live.saturating_sub(stats.index_bytes),
+            index: stats.index_bytes,
+            limbo: stats.usage.limbo,
+            held: stats.usage.held,
+            ..Usage::default()
+        }
+    }
+
+    fn persistence(&self) -> Vec<Fact> {
+        self.facts_of_saves()
+    }
+
+    fn facts(&self) -> Vec<Fact> {
+        let (stats, pool) = (self.store.stats(), self.memory.pool());
+        let fact = |name, value: u64| Fact { name, value: value.to_string() };
+        vec![
+            Fact { name: "pool_scheme", value: pool.scheme().to_string() },
+            fact("pool_chunk_bytes", pool.chunk_bytes()),
+            fact("pool_chunks_held", stats.usage.chunks),
+            fact("pool_bytes_held", stats.usage.held),
+            fact("pool_groups", pool.groups().into()),
+            fact("store_live_bytes", stats.usage.live),
+            fact("store_limbo_bytes", stats.usage.limbo),
+            fact("store_index_bytes", stats.index_bytes),
+            fact("store_subtables", stats.tables),
+            fact("store_blocks_moved", stats.moved),
+            fact("store_generation", self.store.generation()),
+        ]
+    }
+
+    fn configured(&self, server: &Server) {
+        self.apply(server);
+    }
+}

@@ -1,0 +1,239 @@
+//! Runs commands whose keys are among their arguments.
+
+use kv::blocks::NoBlock;
+use kv::{Expiry, Transaction, Update, Wanted};
+use redis_formats::command::bits::flag::WRITE;
+use verbs::Nic;
+
+use super::{Data, whole};
+use super::call::{Call, Cell, Cells, Change, Effects, Output, perform};
+use super::plan::{KeyAt, Plan, cells_of, keys, only_key, plan};
+use crate::context::Context;
+
+impl<'v> Change<'v> {
+    fn into_update(self) -> Update<'v> {
+        match self {
+            Self::None => Update::Keep,
+            Self::Put(value, 0) => Update::Put(value, Expiry::Never),
+            Self::Put(value, at) => Update::Put(value, Expiry::At(at)),
+            Self::Delete => Update::Delete,
+            Self::Expire(at) => Update::Expire(at),
+        }
+    }
+
+    /// Leaves the change of key `number` to a call of several keys.
+    pub fn leave(self, transaction: &mut Transaction, number: usize) {
+        let expiry = |at| if at == 0 { Expiry::Never } else { Expiry::At(at) };
+        match self {
+            Self::None => {}
+            Self::Put(value, at) => transaction.put(number, value.into_owned(), expiry(at)),
+            Self::Delete => {
+                transaction.delete(number);
+            }
+            Self::Expire(at) => {
+                if let Some(value) = transaction.get(number).map(<[u8]>::to_vec) {
+                    transaction.put(number, value, expiry(at));
+                }
+            }
+        }
+    }
+}
+
+/// The call of the context's command.
+pub(super) fn call_of<'a, N: Nic>(cx: &Context<'a, Data<N>>) -> Call<'a> {
+    Call {
+        command: cx.command,
+        args: cx.args,
+        db: cx.session.db,
+        now_ms: cx.now_ms(),
+        bulk_max: cx.server().config.live.bulk_max(),
+    }
+}
+
+/// Executes a command on data.
+pub(super) async fn execute<N: Nic>(cx: &mut Context<'_, Data<N>>) {
+    if let Some(reply) = cx.session.prepared.take() {
+        cx.out.extend_from_slice(&reply);
+        return;
+    }
+    let barrier = &cx.store.state.barrier;
+    if cx.session.in_exec {
+        // EXEC has entered the barrier, or closed it.
+        execute_inside(cx).await;
+    } else if whole::runs_alone(cx) {
+        let _alone = barrier.close().await;
+        execute_inside(cx).await;
+    } else {
+        let _shared = barrier.enter(cx.worker.index).await;
+        execute_inside(cx).await;
+    }
+}
+
+async fn execute_inside<N: Nic>(cx: &mut Context<'_, Data<N>>) {
+    let call = call_of(cx);
+    match plan(&call) {
+        Some(plan) => run(cx, &call, plan).await,
+        None => whole::execute(cx).await,
+    }
+}
+
+/// Executes a command with its plan.
+async fn run<N: Nic>(cx: &mut Context<'_, Data<N>>, call: &Call<'_>, plan: Plan) {
+    let begin = cx.out.len();
+    let mut effects = Effects::default();
+    loop {
+        let result = match only_key(call) {
+            Some(index) => run_one(cx, call, plan, index, &mut effects).await,
+            None => run_several(cx, call, plan, &mut effects).await,
+        };
+        match result {
+            Ok(()) => break,
+            Err(error) => {
+                cx.out.truncate(begin);
+                effects.clear();
+                let is_full = error == kv::Error::NoBlock(NoBlock::Full);
+                if !is_full || !cx.store.free_something(cx.worker).await {
+                    cx.error(text_of(&error));
+                    break;
+                }
+            }
+        }
+    }
+    if effects.events.is_empty() {
+        publish(cx, call, &effects, &[]);
+    } else {
+        publish(cx, call, &effects, &keys(call));
+    }
+}
+
+/// The reply to an error of the store.
+pub(super) fn text_of(error: &kv::Error) -> String {
+    match error {
+        kv::Error::NoBlock(NoBlock::Full) => {
+            "OOM command not allowed when used memory > 'maxmemory'.".to_owned()
+        }
+        error => format!("ERR {error}"),
+    }
+}
+
+/// Publishes and counts the effects of a command.
+pub(super) fn publish<N: Nic>(
+    cx: &Context<'_, Data<N>>,
+    call: &Call<'_>,
+    effects: &Effects,
+    keys: &[KeyAt],
+) {
+    for event in &effects.events {
+        if let Some((db, index)) = keys.get(event.key) {
+            cx.notify(event.class, event.name, *db, call.args.get(*index));
+        }
+    }
+    let stats = cx.worker.stats();
+    if !call.command.has(WRITE) {
+        stats.hits.add(effects.hits);
+        stats.misses.add(effects.misses);
+    }
+    stats.changes.add(effects.is_changed.into());
+    if effects.is_changed {
+        cx.store.state.changes.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    }
+}
+
+/// Executes `call` on one key.
+async fn run_one<N: Nic>(
+    cx: &mut Context<'_, Data<N>>,
+    call: &Call<'_>,
+    plan: Plan,
+    index: usize,
+    effects: &mut Effects,
+) -> Result<(), kv::Error> {
+    let (data, key, protocol) = (cx.store, call.args.get(index), cx.session.protocol);
+    let (db, begin) = (data.state.physical(call.db), cx.out.len());
+    let out = &mut *cx.out;
+    let mut execute = |value: Option<&[u8]>, expiry| {
+        out.truncate(begin);
+        effects.clear();
+        let mut cell = [Cell::new(value, expiry)];
+        let mut cells = Cells { cells: &mut cell, of: &[0] };
+        let mut output = Output { out: &mut *out, protocol, effects: &mut *effects };
+        perform(plan.body, call, &mut cells, &mut output);
+        let [cell] = cell;
+        if cell.is_changed() {
+            data.state.keep_image(&data.store, db, key, value, expiry);
+        }
+        cell.into_change()
+    };
+    let needs_value = plan.needs_value || data.state.is_saving();
+    if call.command.has(WRITE) && needs_value {
+        data.store.update(db, key, |value, expiry| execute(value, expiry).into_update()).await
+    } else if call.command.has(WRITE) {
+        let change = |expiry: Option<u64>| {
+            execute(expiry.map(|_| &[][..]), expiry.unwrap_or(0)).into_update()
+        };
+        data.store.alter(db, key, change).await
+    } else if plan.needs_value {
+        match data.store.get_pinned(db, key).await? {
+            Some(value) => execute(Some(&value), value.expiry()),
+            None => execute(None, 0),
+        };
+        data.drop_expired(cx.worker, db, key, effects.misses > 0).await
+    } else {
+        let expiry = data.store.expiry(db, key).await?;
+        execute(expiry.map(|_| &[][..]), expiry.unwrap_or(0));
+        data.drop_expired(cx.worker, db, key, expiry.is_none()).await
+    }
+}
+
+/// Executes `call` on several keys, all or nothing.
+async fn run_several<'v, N: Nic>(
+    cx: &mut Context<'_, Data<N>>,
+    call: &Call<'v>,
+    plan: Plan,
+    effects: &mut Effects,
+) -> Result<(), kv::Error> {
+    let (data, protocol, begin) = (cx.store, cx.session.protocol, cx.out.len());
+    let found = keys(call);
+    let named: Vec<(u8, &[u8])> = found
+        .iter()
+        .map(|(db, index)| (data.state.physical(*db), call.args.get(*index)))
+        .collect();
+    let (of, firsts) = cells_of(&named);
+    let out = &mut *cx.out;
+    let mut execute = |cells: &mut [Cell<'_, 'v>]| {
+        out.truncate(begin);
+        effects.clear();
+        let mut output = Output { out: &mut *out, protocol, effects: &mut *effects };
+        perform(plan.body, call, &mut Cells { cells, of: &of }, &mut output);
+    };
+    if !call.command.has(WRITE) && plan.needs_value {
+        let names: Vec<&[u8]> = firsts.iter().map(|number| named[*number].1).collect();
+        let values = data.store.get_many(data.state.physical(call.db), &names).await?;
+        let mut cells: Vec<Cell<'_, '_>> =
+            values.iter().map(|value| Cell::new(value.as_deref(), 0)).collect();
+        execute(&mut cells);
+        return Ok(());
+    }
+    let is_read = plan.needs_value || data.state.is_saving();
+    let wanted: Vec<Wanted<'_>> =
+        named.iter().map(|(db, key)| Wanted { db: *db, key, is_read }).collect();
+    data.store
+        .atomically(&wanted, |transaction| {
+            let cell = |number: &usize| {
+                let expiry = transaction.expiry(*number).unwrap_or(0);
+                Cell::new(transaction.get(*number), expiry)
+            };
+            let mut cells: Vec<Cell<'_, '_>> = firsts.iter().map(cell).collect();
+            execute(&mut cells);
+            let changed = cells.iter().zip(&firsts).filter(|(cell, _)| cell.is_changed());
+            for (_, number) in changed {
+                let (value, expiry) = (transaction.get(*number), transaction.expiry(*number));
+                let (db, key) = named[*number];
+                data.state.keep_image(&data.store, db, key, value, expiry.unwrap_or(0));
+            }
+            let changes: Vec<Change<'_>> = cells.into_iter().map(Cell::into_change).collect();
+            for (change, number) in changes.into_iter().zip(&firsts) {
+                change.leave(transaction, *number);
+            }
+        })
+        .await
+}

@@ -1,0 +1,289 @@
+//! Saves and loads the data as a file in Redis's format.
+//!
+//! A save has the data of one time, without a copy of the process. It begins while no command
+//! runs, and then reads subtable after subtable, each while no writer is inside. A command that
+//! changes a key behind the save's position first keeps the key as it was; the save writes that.
+
+use std::fs::File;
+use std::io::{BufReader, BufWriter};
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+
+use kv::{Expiry, SetOptions};
+use redis_formats::rdb::{Event, Limits, Meta, Options, Reader, Value, Writer};
+use verbs::Nic;
+
+use super::Data;
+use crate::keyspace::{DATABASES, Fact};
+use crate::server::Server;
+use crate::worker::Worker;
+
+const BUFFER: usize = 1 << 20;
+
+/// The path of the file.
+fn path(server: &Server) -> PathBuf {
+    PathBuf::from(server.config.get("dir")).join(server.config.get("dbfilename"))
+}
+
+/// A file that is written beside the one that it replaces in the end.
+struct Target {
+    writer: Writer<BufWriter<File>>,
+    temporary: PathBuf,
+    path: PathBuf,
+}
+
+impl Target {
+    fn create(server: &Server, now_ms: u64) -> Result<Self, String> {
+        let path = path(server);
+        let temporary = path.with_file_name(format!("temp-{}.rdb", std::process::id()));
+        let error = |cause: &dyn std::fmt::Display| {
+            format!("creating {}: {cause}; check dir and dbfilename", temporary.display())
+        };
+        let file = File::create(&temporary).map_err(|cause| error(&cause))?;
+        let options = Options {
+            compress: server.config.is("rdbcompression", "yes"),
+            checksum: server.config.is("rdbchecksum", "yes"),
+        };
+        let writer = Writer::new(BufWriter::with_capacity(BUFFER, file), options);
+        let mut writer = writer.map_err(|cause| error(&cause))?;
+        let bits = usize::BITS.to_string();
+        let seconds = (now_ms / 1000).to_string();
+        for (name, value) in
+            [("redis-ver", "7.0.15"), ("redis-bits", &bits), ("ctime", &seconds)]
+        {
+            writer.aux(name.as_bytes(), value.as_bytes()).map_err(|cause| error(&cause))?;
+        }
+        Ok(Self { writer, temporary, path })
+    }
+
+    /// Ends the file, and gives it its name.
+    fn finish(self) -> Result<(), String> {
+        let error = |cause: &dyn std::fmt::Display| {
+            format!("writing {}: {cause}; check the disk", self.path.display())
+        };
+        let buffered = self.writer.finish().map_err(|cause| error(&cause))?;
+        let file = buffered.into_inner().map_err(|cause| error(&cause))?;
+        file.sync_all().map_err(|cause| error(&cause))?;
+        std::fs::rename(&self.temporary, &self.path).map_err(|cause| error(&cause))
+    }
+}
+
+fn meta(expiry: u64) -> Meta {
+    Meta { expires_ms: (expiry != 0).then_some(expiry as i64), ..Meta::default() }
+}
+
+impl<N: Nic> Data<N> {
+    /// Begins a save. The caller runs alone, so that all databases are those of one time.
+    pub(super) fn begin_save(&self, now_ms: u64) -> bool {
+        let saves = &self.state.saves;
+        if !saves.begin() {
+            return false;
+        }
+        saves.progress.lock().next = [Some(0); DATABASES];
+        saves.since_ms.store(now_ms, Ordering::Relaxed);
+        saves.tried_s.store(now_ms / 1000, Ordering::Relaxed);
+        true
+    }
+
+    /// Writes the file of a save that has begun. Other commands may run meanwhile.
+    pub(super) async fn save(&self, worker: &Worker) -> Result<(), String> {
+        let saves = &self.state.saves;
+        let (since_ms, changes) =
+            (saves.since_ms.load(Ordering::Relaxed), self.state.changes.load(Ordering::Relaxed));
+        let result = self.write_file(worker, since_ms).await;
+        saves.end();
+        let now_ms = worker.now_ms();
+        saves.seconds.store(now_ms.saturating_sub(since_ms) / 1000, Ordering::Relaxed);
+        saves.has_failed.store(result.is_err(), Ordering::Relaxed);
+        match &result {
+            Ok(()) => {
+                saves.count.fetch_add(1, Ordering::Relaxed);
+                saves.last_s.store(now_ms / 1000, Ordering::Relaxed);
+                self.state.changes.fetch_sub(changes, Ordering::Relaxed);
+            }
+            Err(error) => tracing::error!(error, "saving the data failed"),
+        }
+        result
+    }
+
+    async fn write_file(&self, worker: &Worker, now_ms: u64) -> Result<(), String> {
+        let mut target = Target::create(&worker.server, now_ms)?;
+        let result = self.write_databases(worker, &mut target).await;
+        if let Err(error) = result {
+            let _ = std::fs::remove_file(&target.temporary);
+            return Err(error);
+        }
+        target.finish()
+    }
+
+    async fn write_databases(&self, worker: &Worker, target: &mut Target) -> Result<(), String> {
+        // The order at the begin of the save. SWAPDB ends a running save.
+        let order: [u8; DATABASES] = std::array::from_fn(|db| self.state.physical(db as u8));
+        for (logical, db) in order.into_iter().enumerate() {
+            let has_images = {
+                let progress = self.state.saves.progress.lock();
+                progress.images.keys().any(|(own, ..)| *own == db)
+            };
+            if self.store.is_empty(db) && !has_images {
+                self.state.saves.progress.lock().next[usize::from(db)] = None;
+                continue;
+            }
+            let begun = target.writer.database(logical as u64);
+            let sized = begun.and_then(|()| target.writer.sizes(self.store.len(db), 0));
+            sized.map_err(|error| error.to_string())?;
+            self.write_database(worker, target, db).await?;
+        }
+        Ok(())
+    }
+
+    async fn write_database(
+        &self,
+        worker: &Worker,
+        target: &mut Target,
+        db: u8,
+    ) -> Result<(), String> {
+        let saves = &self.state.saves;
+        let mut next = Some(0);
+        while let Some(from) = next {
+            if saves.is_aborted.load(Ordering::Relaxed) {
+                return Err("saving: a flush or SWAPDB came; save again".to_owned());
+            }
+            let mut result = Ok(());
+            let walked = {
+                let writer = &mut target.writer;
+                let outcome = &mut result;
+                let each = |own: kv::Visited<'_>| {
+                    let progress = saves.progress.lock();
+                    let name = (db, own.position, own.key.to_vec());
+                    let is_kept = progress.images.contains_key(&name);
+                    drop(progress);
+                    if outcome.is_ok() && !is_kept {
+                        *outcome = writer.entry(own.key, own.value, meta(own.expiry));
+                    }
+                };
+                self.store.walk(db, from, each, |end| {
+                    saves.progress.lock().next[usize::from(db)] = end;
+                    next = end;
+                })
+            };
+            walked.await.map_err(|error| error.to_string())?;
+            result.map_err(|error| error.to_string())?;
+            self.write_images(target, db, next)?;
+            worker.yield_now().await;
+        }
+        Ok(())
+    }
+
+    /// Writes the images of `db` in front of position `end`.
+    fn write_images(&self, target: &mut Target, db: u8, end: Option<u64>) -> Result<(), String> {
+        let images = {
+            let mut progress = self.state.saves.progress.lock();
+            let own = progress.images.split_off(&(db, 0, Vec::new()));
+            let mut rest = own;
+            let bound = end.map_or((db + 1, 0, Vec::new()), |end| (db, end, Vec::new()));
+            let mut behind = rest.split_off(&bound);
+            progress.images.append(&mut behind);
+            rest
+        };
+        for ((_, _, key), image) in images {
+            if let Some((value, expiry)) = image {
+                target.writer.entry(&key, &value, meta(expiry)).map_err(|e| e.to_string())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Loads the file, if there is one.
+    pub(super) async fn load_file(&self, worker: &Worker) -> Result<(), String> {
+        let path = path(&worker.server);
+        let at = |cause: &dyn std::fmt::Display| {
+            let path = path.display();
+            format!("loading {path}: {cause}; repair the file, or move it away")
+        };
+        let file = match File::open(&path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            Err(error) => return Err(at(&error)),
+        };
+        let limits = Limits { value: worker.server.config.live.bulk_max() };
+        let input = BufReader::with_capacity(BUFFER, file);
+        let mut reader = Reader::new(input, limits).map_err(|error| at(&error))?;
+        let (mut db, mut loaded, mut expired) = (0, 0_u64, 0_u64);
+        while let Some(event) = reader.next().map_err(|error| at(&error))? {
+            let entry = match event {
+                Event::Database(number) => {
+                    db = u8::try_from(number).unwrap_or(u8::MAX);
+                    if usize::from(db) >= DATABASES {
+                        return Err(at(&format!("database {number} is above 15")));
+                    }
+                    continue;
+                }
+                Event::Entry(entry) => entry,
+                _ => continue,
+            };
+            let Value::String(value) = entry.value else {
+                let Value::Skipped(kind) = entry.value else { continue };
+                let key = String::from_utf8_lossy(entry.key).into_owned();
+                return Err(at(&format!("the key {key:?} has the type {kind}, which is absent here")));
+            };
+            let expiry = match entry.meta.expires_ms {
+                None => Expiry::Never,
+                Some(ms) if ms <= worker.now_ms() as i64 => {
+                    expired += 1;
+                    continue;
+                }
+                Some(ms) => Expiry::At(ms as u64),
+            };
+            let options = SetOptions { expiry, ..SetOptions::default() };
+            let physical = self.state.physical(db);
+            self.store
+                .set(physical, entry.key, value, options)
+                .await
+                .map_err(|error| at(&error))?;
+            loaded += 1;
+            if loaded.is_multiple_of(256) {
+                worker.yield_now().await;
+            }
+        }
+        let saves = &self.state.saves;
+        saves.loaded.store(loaded, Ordering::Relaxed);
+        saves.loaded_expired.store(expired, Ordering::Relaxed);
+        saves.last_s.store(worker.now_ms() / 1000, Ordering::Relaxed);
+        if loaded + expired > 0 {
+            tracing::info!(file = %path.display(), loaded, expired, "loaded the data");
+        }
+        Ok(())
+    }
+
+    /// Ends a save whose data a flush or SWAPDB takes away.
+    pub(super) fn abort_save(&self) {
+        if self.state.saves.is_running() {
+            self.state.saves.is_aborted.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Fields of INFO.
+    pub(super) fn facts_of_saves(&self) -> Vec<Fact> {
+        let saves = &self.state.saves;
+        let fact = |name, value: u64| Fact { name, value: value.to_string() };
+        let load = |own: &std::sync::atomic::AtomicU64| own.load(Ordering::Relaxed);
+        let status = if saves.has_failed.load(Ordering::Relaxed) { "err" } else { "ok" };
+        vec![
+            fact("rdb_changes_since_last_save", load(&self.state.changes)),
+            fact("rdb_bgsave_in_progress", saves.is_running().into()),
+            fact("rdb_last_save_time", load(&saves.last_s)),
+            Fact { name: "rdb_last_bgsave_status", value: status.to_owned() },
+            fact("rdb_last_bgsave_time_sec", load(&saves.seconds)),
+            fact("rdb_saves", load(&saves.count)),
+            fact("rdb_last_load_keys_expired", load(&saves.loaded_expired)),
+            fact("rdb_last_load_keys_loaded", load(&saves.loaded)),
+        ]
+    }
+}
+
+/// Reads `save`: pairs of seconds and changes.
+pub(super) fn points(server: &Server) -> Vec<(u64, u64)> {
+    let text = server.config.get("save");
+    let numbers: Vec<u64> = text.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+    numbers.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect()
+}

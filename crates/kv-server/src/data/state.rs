@@ -1,0 +1,142 @@
+//! State of the commands on data that all threads share.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::task::Waker;
+
+use parking_lot::Mutex;
+use verbs::Nic;
+
+use super::Store;
+use super::barrier::Barrier;
+use crate::keyspace::DATABASES;
+
+/// A key as a save must write it: value and expiry, or nothing.
+type Image = Option<(Vec<u8>, u64)>;
+
+/// Where a save is, and what changed behind it.
+#[derive(Debug, Default)]
+pub(super) struct Progress {
+    /// The position in each database from which on keys are not saved yet. `None`: all are.
+    pub next: [Option<u64>; DATABASES],
+    /// Keys that changed before they were saved, as they were at the begin of the save.
+    pub images: BTreeMap<(u8, u64, Vec<u8>), Image>,
+}
+
+/// State of saves.
+#[derive(Debug, Default)]
+pub(super) struct Saves {
+    is_running: AtomicBool,
+    pub is_asked: AtomicBool,
+    /// Set by a flush: the save cannot be finished.
+    pub is_aborted: AtomicBool,
+    pub progress: Mutex<Progress>,
+    /// Begin of the running save, in milliseconds since 1970.
+    pub since_ms: AtomicU64,
+    /// End of the last save without an error, in seconds since 1970.
+    pub last_s: AtomicU64,
+    /// Begin of the last attempt, in seconds since 1970.
+    pub tried_s: AtomicU64,
+    pub seconds: AtomicU64,
+    pub has_failed: AtomicBool,
+    pub count: AtomicU64,
+    /// Keys of the file that was loaded.
+    pub loaded: AtomicU64,
+    pub loaded_expired: AtomicU64,
+}
+
+impl Saves {
+    /// Begins a save, unless one runs.
+    pub fn begin(&self) -> bool {
+        let begins = !self.is_running.swap(true, Ordering::SeqCst);
+        if begins {
+            self.is_aborted.store(false, Ordering::Relaxed);
+        }
+        begins
+    }
+
+    pub fn end(&self) {
+        *self.progress.lock() = Progress::default();
+        self.is_running.store(false, Ordering::SeqCst);
+    }
+
+    pub fn is_running(&self) -> bool {
+        self.is_running.load(Ordering::SeqCst)
+    }
+}
+
+/// State of the commands on data.
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(super) barrier: Barrier,
+    /// The database of the store for each database of clients. SWAPDB exchanges two.
+    databases: [AtomicU8; DATABASES],
+    pub(super) swaps: AtomicU64,
+    /// Changes since the last save.
+    pub(super) changes: AtomicU64,
+    pub(super) saves: Saves,
+    /// A save has begun, and the first thread is to carry it out.
+    pub(super) is_save_begun: AtomicBool,
+    /// Wakes the work in the background.
+    pub(super) bell: Mutex<Option<Waker>>,
+}
+
+impl Default for State {
+    fn default() -> Self {
+        Self {
+            barrier: Barrier::default(),
+            databases: std::array::from_fn(|db| AtomicU8::new(db as u8)),
+            swaps: AtomicU64::new(0),
+            changes: AtomicU64::new(0),
+            saves: Saves::default(),
+            is_save_begun: AtomicBool::new(false),
+            bell: Mutex::default(),
+        }
+    }
+}
+
+impl State {
+    /// The store's database for a database of clients.
+    pub fn physical(&self, db: u8) -> u8 {
+        self.databases[usize::from(db) % DATABASES].load(Ordering::Acquire)
+    }
+
+    /// The clients' database for a database of the store.
+    pub fn logical(&self, db: u8) -> u8 {
+        (0..DATABASES as u8).find(|own| self.physical(*own) == db).unwrap_or(db)
+    }
+
+    /// Exchanges two databases. The caller runs alone.
+    pub fn swap(&self, one: u8, other: u8) {
+        let [a, b] = [one, other].map(|db| &self.databases[usize::from(db)]);
+        let before = a.swap(b.load(Ordering::Acquire), Ordering::AcqRel);
+        b.store(before, Ordering::Release);
+        self.swaps.fetch_add(1, Ordering::Release);
+    }
+
+    /// True while a save goes through the keys: changes then need the value before.
+    pub fn is_saving(&self) -> bool {
+        self.saves.is_running()
+    }
+
+    /// Keeps a key that is about to change as it is, if a save has yet to write the key. The
+    /// caller is inside the key's subtable as a writer.
+    pub fn keep_image<N: Nic>(
+        &self,
+        store: &Store<N>,
+        db: u8,
+        key: &[u8],
+        value: Option<&[u8]>,
+        expiry: u64,
+    ) {
+        if !self.is_saving() {
+            return;
+        }
+        let position = store.position(key);
+        let mut progress = self.saves.progress.lock();
+        if progress.next[usize::from(db)].is_some_and(|next| position >= next) {
+            let image = || value.map(|value| (value.to_vec(), expiry));
+            progress.images.entry((db, position, key.to_vec())).or_insert_with(image);
+        }
+    }
+}

@@ -1,0 +1,252 @@
+//! Work in the background: expiry, eviction, compaction, saves.
+
+use std::future::poll_fn;
+use std::sync::atomic::Ordering;
+use std::task::Poll;
+use std::time::Duration;
+
+use kv::blocks::Blocks;
+use kv::{Candidates, Eviction, Measure};
+use verbs::Nic;
+
+use super::Data;
+use super::save::points;
+use crate::server::Server;
+use crate::worker::Worker;
+
+/// Interval of the work.
+const INTERVAL: Duration = Duration::from_millis(100);
+/// Expired keys that are deleted before other tasks run.
+const SWEEP: usize = 256;
+/// Sweeps of one interval.
+const SWEEPS: usize = 64;
+/// Keys that are evicted for one command.
+const EVICTIONS: usize = 64;
+/// A chunk is emptied if less than this part of it, in percent, is live.
+const SPARSE_PERCENT: u32 = 80;
+
+/// How keys are chosen for eviction (`maxmemory-policy`).
+fn policy(server: &Server) -> Option<(Candidates, Eviction)> {
+    let text = server.config.get("maxmemory-policy");
+    let (candidates, rule) = text.split_once('-')?;
+    let candidates = match candidates {
+        "volatile" => Candidates::Volatile,
+        _ => Candidates::All,
+    };
+    let eviction = match rule {
+        "random" => Eviction::Random,
+        "ttl" => Eviction::SoonestExpiry,
+        _ => Eviction::LeastUsed,
+    };
+    Some((candidates, eviction))
+}
+
+impl<N: Nic> Data<N> {
+    /// Applies changed parameters.
+    pub(crate) fn apply(&self, server: &Server) {
+        let counts = server.config.get("maxmemory-policy").ends_with("lfu");
+        self.store.measure(if counts { Measure::Frequency } else { Measure::Recency });
+    }
+
+    /// Evicts keys until the memory in use is below `maxmemory`.
+    pub(crate) async fn make_room(&self, worker: &Worker) -> bool {
+        let limit = worker.server.config.live.max_memory();
+        // Limbo becomes free by itself, so it evicts nothing.
+        let is_over = || self.store.blocks().usage().live > limit;
+        if !is_over() {
+            return true;
+        }
+        for _ in 0..EVICTIONS {
+            if !self.evict(worker).await {
+                break;
+            }
+            if !is_over() {
+                return true;
+            }
+        }
+        !is_over()
+    }
+
+    async fn evict(&self, worker: &Worker) -> bool {
+        let Some((candidates, eviction)) = policy(&worker.server) else { return false };
+        let is_evicted = self.store.evict(candidates, eviction).await.unwrap_or_else(|error| {
+            tracing::error!(%error, "evicting a key failed");
+            false
+        });
+        worker.stats().evicted.add(is_evicted.into());
+        is_evicted
+    }
+
+    /// Makes room in a full pool: gives free blocks back, or evicts a key. Returns whether another
+    /// attempt to allocate may succeed.
+    pub(super) async fn free_something(&self, worker: &Worker) -> bool {
+        let limbo = self.store.blocks().usage().limbo;
+        let is_evicted = self.evict(worker).await;
+        let is_tended = self.store.blocks().tend().await.is_ok();
+        is_evicted || is_tended && self.store.blocks().usage().limbo < limbo
+    }
+
+    /// Deletes a key that a read has found expired, while no sweep does (DEBUG SET-ACTIVE-EXPIRE).
+    pub(super) async fn drop_expired(
+        &self,
+        worker: &Worker,
+        db: u8,
+        key: &[u8],
+        is_missing: bool,
+    ) -> Result<(), kv::Error> {
+        if !is_missing || self.store.next_expiry().is_none_or(|next| next > worker.now_ms()) {
+            return Ok(());
+        }
+        let change = |expiry: Option<u64>| match expiry {
+            // The store deletes an expired key that is to be deleted, and tells of none.
+            None => kv::Update::Delete,
+            Some(_) => kv::Update::Keep,
+        };
+        let before = self.store.len(db);
+        self.store.alter(db, key, change).await?;
+        if self.store.len(db) < before {
+            worker.stats().expired.add(1);
+            worker.server.notify(b'x', "expired", self.state.logical(db), key);
+        }
+        Ok(())
+    }
+
+    /// Deletes expired keys.
+    async fn sweep(&self, worker: &Worker) -> Result<(), kv::Error> {
+        for _ in 0..SWEEPS {
+            let server = &worker.server;
+            let is_told = server.config.live.notify() != 0;
+            let mut tell = |db: u8, key: &[u8]| {
+                server.notify(b'x', "expired", self.state.logical(db), key);
+            };
+            let tell: Option<&mut dyn FnMut(u8, &[u8])> =
+                if is_told { Some(&mut tell) } else { None };
+            let deleted = self.store.sweep_and_tell(SWEEP, tell).await?;
+            worker.stats().expired.add(deleted as u64);
+            if deleted == 0 {
+                break;
+            }
+            worker.yield_now().await;
+        }
+        Ok(())
+    }
+
+    /// Moves blocks together if chunks hold much more than the blocks need (`activedefrag`).
+    async fn compact(&self, server: &Server) -> Result<(), kv::Error> {
+        if !server.config.is("activedefrag", "yes") {
+            return Ok(());
+        }
+        let usage = self.store.blocks().usage();
+        let unused = usage.held.saturating_sub(usage.live + usage.limbo);
+        let percent = unused.saturating_mul(100) / usage.live.max(1);
+        let is_worth = unused > server.config.number("active-defrag-ignore-bytes")
+            && percent > server.config.number("active-defrag-threshold-lower");
+        if is_worth {
+            self.store.compact(SPARSE_PERCENT).await?;
+        }
+        Ok(())
+    }
+
+    /// Works until the server ends. Each thread calls this function; the first one does the work.
+    pub(crate) async fn maintain(&self, worker: &Worker) {
+        let mut turns = 0_u64;
+        while !worker.server.is_ending() {
+            self.pause(worker).await;
+            if worker.index != 0 || worker.server.is_loading() {
+                continue;
+            }
+            turns += 1;
+            if let Err(error) = self.work(worker, turns).await {
+                tracing::warn!(%error, "work in the background failed");
+            }
+            self.save_if_due(worker).await;
+        }
+    }
+
+    async fn work(&self, worker: &Worker, turns: u64) -> Result<(), kv::Error> {
+        if worker.server.expires_actively() {
+            self.sweep(worker).await?;
+        }
+        if turns.is_multiple_of(10) {
+            self.compact(&worker.server).await?;
+        }
+        self.store.blocks().tend().await.map_err(kv::Error::from)
+    }
+
+    async fn save_if_due(&self, worker: &Worker) {
+        let saves = &self.state.saves;
+        if !saves.is_running() && self.is_save_due(worker) {
+            let _alone = self.state.barrier.close().await;
+            saves.is_asked.store(false, Ordering::Relaxed);
+            if self.begin_save(worker.now_ms()) {
+                self.state.is_save_begun.store(true, Ordering::Release);
+            }
+        }
+        if self.state.is_save_begun.swap(false, Ordering::AcqRel) {
+            // The state and the log have the error.
+            let _ = self.save(worker).await;
+        }
+    }
+
+    fn is_save_due(&self, worker: &Worker) -> bool {
+        let saves = &self.state.saves;
+        if saves.is_asked.load(Ordering::Relaxed) {
+            return true;
+        }
+        /// After a failure, seconds until the next attempt.
+        const RETRY_S: u64 = 5;
+        let now_s = worker.now_ms() / 1000;
+        let since_s = now_s.saturating_sub(saves.last_s.load(Ordering::Relaxed));
+        let tried_s = now_s.saturating_sub(saves.tried_s.load(Ordering::Relaxed));
+        let changes = self.state.changes.load(Ordering::Relaxed);
+        let may = tried_s > RETRY_S || !saves.has_failed.load(Ordering::Relaxed);
+        may && points(&worker.server).iter().any(|(s, least)| since_s > *s && changes >= *least)
+    }
+
+    /// Has the first thread carry out a save that has begun.
+    pub(super) fn start_save(&self) {
+        self.state.is_save_begun.store(true, Ordering::Release);
+        if let Some(waker) = self.state.bell.lock().take() {
+            waker.wake();
+        }
+    }
+
+    /// Waits for the interval, or for a save.
+    async fn pause(&self, worker: &Worker) {
+        let due = worker.elapsed_ns() + INTERVAL.as_nanos() as u64;
+        let mut is_added = false;
+        let _rest = worker.rest();
+        poll_fn(|cx| {
+            let is_begun =
+                || worker.index == 0 && self.state.is_save_begun.load(Ordering::Acquire);
+            if worker.elapsed_ns() >= due || worker.server.is_ending() || is_begun() {
+                return Poll::Ready(());
+            }
+            if !is_added {
+                worker.timers.add(due, cx.waker().clone());
+                is_added = true;
+            }
+            if worker.index == 0 {
+                *self.state.bell.lock() = Some(cx.waker().clone());
+            }
+            if is_begun() { Poll::Ready(()) } else { Poll::Pending }
+        })
+        .await;
+    }
+
+    /// Saves before the end, if `save` or, without it, the configuration says so.
+    pub(crate) async fn finish(&self, worker: &Worker, save: Option<bool>) -> Result<(), String> {
+        let is_wanted = save.unwrap_or_else(|| !points(&worker.server).is_empty());
+        if !is_wanted || worker.server.is_loading() {
+            return Ok(());
+        }
+        while self.state.saves.is_running() {
+            worker.wait(Duration::from_millis(10)).await;
+        }
+        let _alone = self.state.barrier.close().await;
+        match self.begin_save(worker.now_ms()) {
+            true => self.save(worker).await,
+            false => Err("saving: another save is in progress; try again".to_owned()),
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! Commands on data, compared byte for byte with the redis-server of this machine.
+//!
+//! The scripts in `tests/redis` are sent to both servers, with RESP2 and with RESP3. A line that
+//! begins with `@2` goes to a second connection. Without redis-server the tests do nothing.
+
+#[path = "redis/pair.rs"]
+mod pair;
+
+use pair::{Ours, Pair, Theirs};
+
+/// Commands whose replies differ, with the reason.
+const EXCEPTIONS: [(&str, &str); 2] = [
+    ("INCRBYFLOAT f 0x10", "hexadecimal floating-point numbers are not read"),
+    ("DUMP d3", "the compressor finds other matches than LZF of Redis; both can be read"),
+];
+
+fn compare(script: &str) {
+    let Some(mut pair) = Pair::start() else { return };
+    let mut differences = Vec::new();
+    for protocol in ["2", "3"] {
+        pair.connect(protocol);
+        for line in script.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
+            let [theirs, ours] = pair.ask(line);
+            let is_exception = EXCEPTIONS.iter().any(|(other, _)| *other == line);
+            if theirs != ours && !is_exception {
+                let show = |reply: &[u8]| String::from_utf8_lossy(reply).into_owned();
+                differences.push(format!("{line}\n  {:?}\n  {:?}", show(&theirs), show(&ours)));
+            }
+        }
+    }
+    assert!(differences.is_empty(), "redis and ours:\n{}", differences.join("\n"));
+}
+
+#[test]
+fn strings_are_those_of_redis() {
+    compare(include_str!("redis/strings.txt"));
+}
+
+#[test]
+fn bits_are_those_of_redis() {
+    compare(include_str!("redis/bits.txt"));
+}
+
+#[test]
+fn keys_and_transactions_are_those_of_redis() {
+    compare(include_str!("redis/keys.txt"));
+}
+
+/// Keys of all forms that a file can have.
+const FILL: &str = "SET a 1\nSET b 70000\nSET c -5\nSET d 123456789012\nSET e \"\"\nSET \"\\x00k\" \
+    \"v\\x00\"\nSET f x EXAT 32503680000\nSETRANGE g 5000 x\nSETRANGE h 300000 y\nSELECT 9\nSET a \
+    in9\nSELECT 0";
+
+fn dump(pair: &mut Pair, which: usize) -> Vec<Vec<u8>> {
+    let mut all = Vec::new();
+    for line in
+        "SELECT 0\nGET a\nGET b\nGET c\nGET d\nGET e\nGET \"\\x00k\"\nGET f\nPEXPIRETIME f\n\
+         GET g\nGET h\nDBSIZE\nSELECT 9\nGET a\nDBSIZE\nSELECT 0"
+            .lines()
+    {
+        all.push(pair.ask_one(which, line));
+    }
+    all
+}
+
+#[test]
+fn redis_loads_our_file_and_we_load_that_of_redis() {
+    let Some(mut pair) = Pair::start() else { return };
+    pair.connect("2");
+    FILL.lines().for_each(|line| drop(pair.ask(line)));
+    let expected = dump(&mut pair, 0);
+    assert_eq!(dump(&mut pair, 1), expected);
+    assert_eq!(pair.ask("SAVE"), [b"+OK\r\n"; 2]);
+    let [theirs, ours] = pair.files();
+    let checked = std::process::Command::new("redis-check-rdb").arg(&ours).output().unwrap();
+    assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stdout));
+    drop(pair);
+    let mut pair = Pair::of(Theirs::start(Some(&ours)).unwrap(), Ours::start(Some(&theirs)));
+    pair.connect_without_flush("2");
+    assert_eq!(dump(&mut pair, 0), expected, "redis with our file");
+    assert_eq!(dump(&mut pair, 1), expected, "ours with the file of redis");
+}
+
+#[test]
+fn save_in_the_background_has_the_data_of_its_begin() {
+    let ours = Ours::start(None);
+    let mut pair = Pair::of_ours(ours);
+    pair.connect("2");
+    let value = "x".repeat(100);
+    for key in 0..20_000 {
+        pair.ask_one(1, &format!("SET key:{key} {value}{key}"));
+    }
+    assert_eq!(pair.ask_one(1, "BGSAVE"), b"+Background saving started\r\n");
+    for key in 0..3000 {
+        pair.ask_one(1, &format!("SET key:{} later", key * 6));
+        pair.ask_one(1, &format!("DEL key:{}", key * 6 + 1));
+        pair.ask_one(1, &format!("SET new:{key} later"));
+        pair.ask_one(1, &format!("RENAME key:{} old:{key}", key * 6 + 2));
+    }
+    while !String::from_utf8_lossy(&pair.ask_one(1, "INFO persistence"))
+        .contains("rdb_bgsave_in_progress:0")
+    {}
+    let file = pair.files()[1].clone();
+    drop(pair);
+    let mut pair = Pair::of_ours(Ours::start(Some(&file)));
+    pair.connect_without_flush("2");
+    assert_eq!(pair.ask_one(1, "DBSIZE"), b":20000\r\n");
+    for key in 0..20_000 {
+        let expected = format!("{value}{key}");
+        let expected = format!("${}\r\n{expected}\r\n", expected.len());
+        let found = pair.ask_one(1, &format!("GET key:{key}"));
+        assert_eq!(found, expected.as_bytes(), "key:{key}");
+    }
+}

@@ -1,0 +1,219 @@
+//! A redis-server and a server over an embedded pool, with connections to both.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use kv_server::config::Config;
+use kv_server::data::Data;
+use kv_server::{Error, Setup, Stop};
+use pool::Pool;
+use redis_formats::words;
+
+/// A port that is free now.
+fn free_port() -> u16 {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// A directory, with a copy of `file` under the name that servers load.
+fn directory(file: Option<&Path>) -> tempfile::TempDir {
+    let directory = tempfile::tempdir().unwrap();
+    if let Some(file) = file {
+        std::fs::copy(file, directory.path().join("dump.rdb")).unwrap();
+    }
+    directory
+}
+
+/// A redis-server.
+pub struct Theirs {
+    process: Child,
+    port: u16,
+    directory: tempfile::TempDir,
+}
+
+impl Theirs {
+    /// Starts redis-server, if there is one.
+    pub fn start(file: Option<&Path>) -> Option<Self> {
+        let (port, directory) = (free_port(), directory(file));
+        let process = Command::new("redis-server")
+            .args(["--port", &port.to_string(), "--save", "", "--dir"])
+            .arg(directory.path())
+            .stdout(Stdio::null())
+            .spawn()
+            .ok()?;
+        let theirs = Self { process, port, directory };
+        // The server listens only once its process has started.
+        while TcpStream::connect(("127.0.0.1", port)).is_err() {
+            std::thread::yield_now();
+        }
+        Some(theirs)
+    }
+}
+
+impl Drop for Theirs {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// Our server.
+pub struct Ours {
+    address: String,
+    stop: Stop,
+    ended: Option<JoinHandle<Result<(), Error>>>,
+    directory: tempfile::TempDir,
+}
+
+impl Ours {
+    pub fn start(file: Option<&Path>) -> Self {
+        let directory = directory(file);
+        let config = Config::default();
+        let (port, path) = (free_port().to_string(), directory.path().to_str().unwrap().to_owned());
+        for (name, value) in
+            [("port", &*port), ("bind", "127.0.0.1"), ("save", ""), ("dir", &path), ("io-threads", "2")]
+        {
+            assert!(config.set_at_start(name, &[value.as_bytes()]).unwrap());
+        }
+        let settings =
+            pool::Settings { donate_bytes: 256 << 20, chunk_bytes: 64 << 10, ..Default::default() };
+        let pool = Pool::embedded(settings).unwrap();
+        let data = Data::create(pool, heap::Settings::default(), kv::Settings::default()).unwrap();
+        let running = Setup { config, ..Setup::default() }.start(Arc::new(data)).unwrap();
+        let (stop, address) = (running.stop(), running.addresses()[0].clone());
+        let ended = Some(std::thread::spawn(move || running.wait()));
+        Self { address, stop, ended, directory }
+    }
+}
+
+impl Drop for Ours {
+    fn drop(&mut self) {
+        self.stop.stop();
+        let result = self.ended.take().unwrap().join().unwrap();
+        if !std::thread::panicking() {
+            result.unwrap();
+        }
+    }
+}
+
+/// A connection.
+struct Client(BufReader<TcpStream>);
+
+impl Client {
+    fn new(stream: TcpStream) -> Self {
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        stream.set_nodelay(true).unwrap();
+        Self(BufReader::new(stream))
+    }
+
+    fn ask(&mut self, line: &str) -> Vec<u8> {
+        let words = words::split(line.as_bytes()).unwrap();
+        let mut request = format!("*{}\r\n", words.len()).into_bytes();
+        for word in &words {
+            request.extend(format!("${}\r\n", word.len()).bytes());
+            request.extend_from_slice(word);
+            request.extend(b"\r\n");
+        }
+        self.0.get_mut().write_all(&request).unwrap();
+        let mut reply = Vec::new();
+        self.read(&mut reply);
+        // While a file is loaded, commands are refused.
+        if reply.starts_with(b"-LOADING") { self.ask(line) } else { reply }
+    }
+
+    fn read(&mut self, reply: &mut Vec<u8>) {
+        let begin = reply.len();
+        assert!(self.0.read_until(b'\n', reply).unwrap() > 0, "the connection ended");
+        let text = String::from_utf8_lossy(&reply[begin + 1..]).trim().to_owned();
+        let count = text.parse::<usize>().unwrap_or(0);
+        match reply[begin] {
+            b'$' | b'=' if text != "-1" => {
+                let end = reply.len();
+                reply.resize(end + count + 2, 0);
+                self.0.read_exact(&mut reply[end..]).unwrap();
+            }
+            b'*' | b'>' | b'~' => (0..count).for_each(|_| self.read(reply)),
+            b'%' => (0..2 * count).for_each(|_| self.read(reply)),
+            _ => {}
+        }
+    }
+}
+
+/// Both servers: redis-server (number 0) and ours (number 1).
+pub struct Pair {
+    theirs: Option<Theirs>,
+    ours: Ours,
+    clients: Vec<[Option<Client>; 2]>,
+}
+
+impl Pair {
+    pub fn start() -> Option<Self> {
+        match Theirs::start(None) {
+            Some(theirs) => Some(Self::of(theirs, Ours::start(None))),
+            None => {
+                eprintln!("redis-server is not installed: nothing is compared");
+                None
+            }
+        }
+    }
+
+    pub fn of(theirs: Theirs, ours: Ours) -> Self {
+        Self { theirs: Some(theirs), ours, clients: Vec::new() }
+    }
+
+    pub fn of_ours(ours: Ours) -> Self {
+        Self { theirs: None, ours, clients: Vec::new() }
+    }
+
+    /// Replaces both connections of each server, and empties the servers.
+    pub fn connect(&mut self, protocol: &str) {
+        self.connect_without_flush(protocol);
+        drop(self.ask("FLUSHALL"));
+    }
+
+    pub fn connect_without_flush(&mut self, protocol: &str) {
+        let theirs = self.theirs.as_ref().map(|own| format!("127.0.0.1:{}", own.port));
+        let addresses = [theirs, Some(self.ours.address.clone())];
+        let connect = || {
+            addresses.clone().map(|address| {
+                let mut client = Client::new(TcpStream::connect(address?).unwrap());
+                client.ask(&format!("HELLO {protocol}"));
+                Some(client)
+            })
+        };
+        self.clients = vec![connect(), connect()];
+    }
+
+    /// Sends a command to both servers.
+    pub fn ask(&mut self, line: &str) -> [Vec<u8>; 2] {
+        [0, 1].map(|which| match which == 0 && self.theirs.is_none() {
+            true => Vec::new(),
+            false => self.ask_one(which, line),
+        })
+    }
+
+    /// Sends a command to one server.
+    pub fn ask_one(&mut self, which: usize, line: &str) -> Vec<u8> {
+        let (connection, line) = match line.strip_prefix("@2 ") {
+            Some(line) => (1, line),
+            None => (0, line),
+        };
+        self.clients[connection][which].as_mut().unwrap().ask(line)
+    }
+
+    /// The files that SAVE has written, copied to places that stay.
+    pub fn files(&self) -> [PathBuf; 2] {
+        let keep = |directory: Option<&Path>| {
+            let Some(directory) = directory else { return PathBuf::new() };
+            let kept = tempfile::NamedTempFile::new().unwrap().into_temp_path().keep().unwrap();
+            std::fs::copy(directory.join("dump.rdb"), &kept).unwrap();
+            kept
+        };
+        let theirs = self.theirs.as_ref().map(|own| own.directory.path());
+        [keep(theirs), keep(Some(self.ours.directory.path()))]
+    }
+}

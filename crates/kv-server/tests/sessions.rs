@@ -1,0 +1,251 @@
+//! Users, transactions, messages, and commands on connections.
+
+mod common;
+
+use common::start;
+
+#[test]
+fn hello_selects_the_protocol_and_the_user() {
+    let server = start(&[("requirepass", "secret")]);
+    let mut client = server.connect();
+    assert!(client.ask("hello 3").starts_with("-NOAUTH HELLO must be called"));
+    assert!(client.ask("hello 3 auth default wrong").starts_with("-WRONGPASS"));
+    assert!(client.ask("hello 4").starts_with("-NOPROTO"));
+    let hello = client.ask("hello 3 auth default secret setname me");
+    assert!(hello.starts_with("[server redis version 7.0.15 proto 3 id "), "{hello}");
+    assert_eq!(client.ask("client getname"), "me");
+    client.send("get nothing\r\n");
+    assert_eq!(client.line(), "_");
+    assert_eq!(client.ask("reset"), "RESET");
+    assert_eq!(client.ask("get a"), "-NOAUTH Authentication required.");
+}
+
+#[test]
+fn rights_of_users_are_checked_and_refusals_logged() {
+    let server = start(&[]);
+    let (mut admin, mut bob) = (server.connect(), server.connect());
+    assert_eq!(
+        admin.ask("acl setuser bob on >pw ~b:* +get +set +ping +multi +exec +client|id"),
+        "OK"
+    );
+    assert_eq!(bob.ask("auth bob pw"), "OK");
+    assert_eq!(bob.ask("set b:1 x"), "OK");
+    let no_key = "-NOPERM this user has no permissions to access one of the keys used as arguments";
+    assert_eq!(bob.ask("get a"), no_key);
+    assert_eq!(bob.ask("del b:1"), "-NOPERM this user has no permissions to run the 'del' command");
+    assert!(bob.ask("client id").parse::<u64>().is_ok());
+    assert!(bob.ask("client list").starts_with("-NOPERM"));
+    let log = admin.ask("acl log");
+    assert!(log.contains("reason key context toplevel object a username bob"), "{log}");
+    // A right that is taken away between MULTI and EXEC does not hold in EXEC.
+    assert_eq!(bob.ask("multi"), "OK");
+    assert_eq!(bob.ask("get b:1"), "QUEUED");
+    assert_eq!(admin.ask("acl setuser bob -get"), "OK");
+    assert!(bob.ask("exec").starts_with("[-NOPERM"));
+    assert_eq!(admin.ask("acl dryrun bob set b:1 x"), "OK");
+    assert!(admin.ask("acl dryrun bob get b:1").starts_with("This user has no permissions"));
+    assert_eq!(admin.ask("acl deluser bob"), "1");
+    assert_eq!(bob.rest(), b"");
+    assert_eq!(admin.ask("acl whoami"), "default");
+    assert!(admin.ask("acl genpass 5").len() == 2);
+}
+
+#[test]
+fn transaction_is_queued_and_executed_or_discarded() {
+    let server = start(&[]);
+    let (mut client, mut other) = (server.connect(), server.connect());
+    assert_eq!(client.ask("exec"), "-ERR EXEC without MULTI");
+    assert_eq!(client.ask("discard"), "-ERR DISCARD without MULTI");
+    assert_eq!(client.ask("multi"), "OK");
+    assert_eq!(client.ask("multi"), "-ERR MULTI calls can not be nested");
+    assert_eq!(client.ask("set a 1"), "QUEUED");
+    assert_eq!(other.ask("get a"), "nil");
+    assert_eq!(client.ask("ping"), "QUEUED");
+    assert_eq!(client.ask("exec"), "[OK PONG]");
+    client.ask("multi");
+    assert!(client.ask("nope").starts_with("-ERR unknown command"));
+    assert_eq!(client.ask("set a 2"), "QUEUED");
+    assert_eq!(client.ask("exec"), "-EXECABORT Transaction discarded because of previous errors.");
+    assert_eq!(client.ask("watch a"), "OK");
+    assert_eq!(other.ask("set a 3"), "OK");
+    client.ask("multi");
+    client.ask("set a 4");
+    assert_eq!(client.ask("exec"), "nil");
+    client.ask("watch a");
+    client.ask("multi");
+    assert_eq!(client.ask("discard"), "OK");
+    other.ask("set a 5");
+    client.ask("multi");
+    client.ask("get a");
+    assert_eq!(client.ask("exec"), "[5]");
+}
+
+#[test]
+fn messages_reach_subscribers_before_the_reply() {
+    let server = start(&[("io-threads", "2")]);
+    let (mut one, mut two) = (server.connect(), server.connect());
+    assert_eq!(one.ask("subscribe a"), "[subscribe a 1]");
+    one.send("psubscribe n* x*\r\n");
+    assert_eq!(one.reply(), "[psubscribe n* 2]");
+    assert_eq!(one.reply(), "[psubscribe x* 3]");
+    assert!(one.ask("get a").starts_with("-ERR Can't execute 'get'"));
+    assert_eq!(one.ask("ping"), "[pong ]");
+    assert_eq!(two.ask("publish a hi"), "1");
+    assert_eq!(one.reply(), "[message a hi]");
+    assert_eq!(two.ask("publish news hi"), "1");
+    assert_eq!(one.reply(), "[pmessage n* news hi]");
+    assert_eq!(two.ask("pubsub numsub a b"), "[a 1 b 0]");
+    assert_eq!(two.ask("pubsub numpat"), "2");
+    // A subscriber of RESP3 may execute commands, and sees its own message first.
+    two.ask("hello 3");
+    assert_eq!(two.ask("subscribe own"), "[subscribe own 1]");
+    two.send("publish own x\r\nget k\r\n");
+    assert_eq!(two.reply(), "[message own x]");
+    assert_eq!(two.reply(), "1");
+    assert_eq!(two.reply(), "nil");
+    one.send("unsubscribe\r\npunsubscribe\r\nget a\r\n");
+    assert_eq!(one.reply(), "[unsubscribe a 2]");
+    assert_eq!(one.reply(), "[punsubscribe n* 1]");
+    assert_eq!(one.reply(), "[punsubscribe x* 0]");
+    assert_eq!(one.reply(), "nil");
+    drop(two);
+    while one.ask("pubsub channels") != "[]" {}
+}
+
+#[test]
+fn subscriber_that_does_not_read_is_ended() {
+    let server = start(&[("client-output-buffer-limit", "pubsub 1mb 0 0")]);
+    let (mut slow, mut other) = (server.connect(), server.connect());
+    assert_eq!(slow.ask("subscribe c"), "[subscribe c 1]");
+    let message = vec![b'x'; 100_000];
+    let mut deliveries = 0;
+    loop {
+        other.command(&[b"PUBLISH", b"c", &message]);
+        match other.reply().as_str() {
+            "0" => break,
+            _ => deliveries += 1,
+        }
+        assert!(deliveries < 1000, "the subscriber is never ended");
+    }
+}
+
+#[test]
+fn keyspace_events_are_messages() {
+    let server = start(&[]);
+    let (mut one, mut two) = (server.connect(), server.connect());
+    assert_eq!(one.ask("config set notify-keyspace-events KEA"), "OK");
+    one.send("psubscribe __key*\r\n");
+    assert_eq!(one.reply(), "[psubscribe __key* 1]");
+    two.ask("select 3");
+    two.ask("set k v");
+    assert_eq!(one.reply(), "[pmessage __key* __keyspace@3__:k set]");
+    assert_eq!(one.reply(), "[pmessage __key* __keyevent@3__:set k]");
+}
+
+#[test]
+fn monitor_sees_commands_without_secrets() {
+    let server = start(&[("io-threads", "2"), ("requirepass", "secret")]);
+    let (mut one, mut two) = (server.connect(), server.connect());
+    one.ask("auth secret");
+    assert_eq!(one.ask("monitor"), "OK");
+    two.ask("auth secret");
+    two.ask("set k \"a\\nb\"");
+    two.ask("config get maxmemory");
+    two.ask("get k");
+    let auth = one.reply();
+    assert!(auth.ends_with("] \"auth\" \"(redacted)\""), "{auth}");
+    let set = one.reply();
+    assert!(set.contains(" [0 127.0.0.1:") && set.ends_with("\"set\" \"k\" \"a\\nb\""), "{set}");
+    assert!(one.reply().ends_with("\"get\" \"k\""), "CONFIG is not shown");
+}
+
+#[test]
+fn connections_are_listed_and_killed() {
+    let server = start(&[("io-threads", "2")]);
+    let (mut one, mut two, mut three) = (server.connect(), server.connect(), server.connect());
+    two.ask("client setname second");
+    two.ask("select 4");
+    three.ask("subscribe a");
+    let list = one.ask("client list");
+    let line = list.lines().find(|line| line.contains("name=second")).unwrap().to_owned();
+    assert!(line.contains(" db=4 sub=0 psub=0 ssub=0 multi=-1 "), "{line}");
+    assert!(line.contains(" cmd=select user=default redir=-1 resp=2"), "{line}");
+    assert!(list.lines().any(|line| line.contains("flags=P") && line.contains("sub=1")), "{list}");
+    assert_eq!(one.ask("client list type pubsub").lines().count(), 1);
+    assert_eq!(one.ask("client kill 1.2.3.4:5"), "-ERR No such client");
+    assert_eq!(one.ask("client kill type pubsub"), "1");
+    assert_eq!(three.rest(), b"");
+    let id = two.ask("client id");
+    assert_eq!(one.ask(&format!("client kill id {id}")), "1");
+    assert_eq!(two.rest(), b"");
+    assert_eq!(one.ask("client kill user default"), "0", "the own connection is spared");
+    assert_eq!(one.ask("client kill user default skipme no"), "1");
+    assert_eq!(one.rest(), b"");
+}
+
+#[test]
+fn pause_holds_commands_back_until_its_end() {
+    let server = start(&[("io-threads", "2")]);
+    let (mut one, mut two) = (server.connect(), server.connect());
+    assert_eq!(one.ask("client pause 1000000 write"), "OK");
+    assert_eq!(two.ask("get a"), "nil");
+    two.send("set a 1\r\nget a\r\n");
+    while !one.ask("client list").contains("flags=b") {}
+    assert_eq!(one.ask("get a"), "nil");
+    assert_eq!(one.ask("client unpause"), "OK");
+    assert_eq!(two.reply(), "OK");
+    assert_eq!(two.reply(), "1");
+    // A pause ends by itself, and a paused connection can be killed.
+    assert_eq!(one.ask("client pause 50 all"), "OK");
+    assert_eq!(two.ask("get a"), "1");
+    assert_eq!(one.ask("client pause 1000000 write"), "OK");
+    two.send("set a 2\r\n");
+    while !one.ask("client list").contains("flags=b") {}
+    assert_eq!(one.ask("client kill type normal"), "1");
+    assert_eq!(two.rest(), b"");
+    assert_eq!(one.ask("client unpause"), "OK");
+    assert_eq!(one.ask("get a"), "1");
+}
+
+#[test]
+fn replies_are_suppressed_on_demand() {
+    let server = start(&[]);
+    let mut client = server.connect();
+    client.send("client reply off\r\nset a 1\r\nnope\r\nclient reply on\r\nget a\r\n");
+    assert_eq!(client.reply(), "OK");
+    assert_eq!(client.reply(), "1");
+    client.send("client reply skip\r\nset a 2\r\nget a\r\n");
+    assert_eq!(client.reply(), "2");
+}
+
+#[test]
+fn memory_limit_refuses_commands_that_need_memory() {
+    let server = start(&[("maxmemory", "100")]);
+    let mut client = server.connect();
+    let value = "x".repeat(200);
+    assert_eq!(client.ask(&format!("set a {value}")), "OK");
+    let refused = "-OOM command not allowed when used memory > 'maxmemory'.";
+    assert_eq!(client.ask("set b 1"), refused);
+    assert_eq!(client.ask("get a"), value);
+    client.ask("multi");
+    assert_eq!(client.ask("get b"), refused);
+    assert!(client.ask("exec").starts_with("-EXECABORT"));
+    assert_eq!(client.ask("del a"), "1");
+    assert_eq!(client.ask("set b 1"), "OK");
+}
+
+#[test]
+fn monitor_that_does_not_read_is_ended() {
+    let server = start(&[("client-output-buffer-limit", "pubsub 100kb 0 0")]);
+    let (mut slow, mut other) = (server.connect(), server.connect());
+    assert_eq!(slow.ask("monitor"), "OK");
+    let value = vec![b'x'; 10_000];
+    for _ in 0..10_000 {
+        other.command(&[b"SET", b"k", &value]);
+        assert_eq!(other.reply(), "OK");
+        if other.ask("client list").lines().count() == 1 {
+            return;
+        }
+    }
+    panic!("the connection is never ended");
+}
