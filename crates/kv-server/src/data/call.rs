@@ -31,11 +31,8 @@ pub(super) type Refusal = Cow<'static, str>;
 pub(super) type Done = Result<(), Refusal>;
 
 /// The code of a data command.
-pub(super) type Body = for<'c, 'v, 'o> fn(
-    &Call<'v>,
-    &mut Cells<'_, 'c, 'v>,
-    &mut Output<'o>,
-) -> Done;
+pub(super) type Body =
+    for<'c, 'v, 'o> fn(&Call<'v>, &mut Cells<'_, 'c, 'v>, &mut Output<'o>) -> Done;
 
 pub(super) const SYNTAX: &str = "ERR syntax error";
 pub(super) const NOT_INTEGER: &str = "ERR value is not an integer or out of range";

@@ -24,7 +24,8 @@ pub(super) async fn execute<N: Nic>(cx: &mut Context<'_, Data<N>>) {
         }
     } else if cx.args.is(1, "stringmatch-len") && count == 4 {
         let pattern = cx.args.get(3);
-        let text = vec![b'a'; redis_formats::number::parse_i64(cx.args.get(2)).unwrap_or(0) as usize];
+        let text =
+            vec![b'a'; redis_formats::number::parse_i64(cx.args.get(2)).unwrap_or(0) as usize];
         let is_match = redis_formats::glob::matches(pattern, &text);
         cx.reply().integer(is_match.into());
     } else {

@@ -31,9 +31,7 @@ impl Conditions {
             }
         }
         if own.if_none && (own.if_some || own.if_later || own.if_earlier) {
-            return refuse(
-                "ERR NX and XX, GT or LT options at the same time are not compatible",
-            );
+            return refuse("ERR NX and XX, GT or LT options at the same time are not compatible");
         }
         if own.if_later && own.if_earlier {
             return refuse("ERR GT and LT options at the same time are not compatible");

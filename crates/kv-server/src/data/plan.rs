@@ -64,7 +64,7 @@ pub(super) fn plan(call: &Call<'_>) -> Option<Plan> {
         Id::Persist => without_value(expiry::persist),
         Id::Ttl | Id::Pttl | Id::Expiretime | Id::Pexpiretime => without_value(expiry::ttl),
         Id::ObjectEncoding => with_value(keys::object_encoding),
-        Id::ObjectRefcount => without_value(keys::object_refcount),
+        Id::ObjectRefcount => with_value(keys::object_refcount),
         Id::MemoryUsage => with_value(keys::memory_usage),
         Id::Dump => with_value(keys::dump),
         Id::Restore => without_value(keys::restore),

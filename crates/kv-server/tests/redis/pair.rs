@@ -74,9 +74,13 @@ impl Ours {
         let directory = directory(file);
         let config = Config::default();
         let (port, path) = (free_port().to_string(), directory.path().to_str().unwrap().to_owned());
-        for (name, value) in
-            [("port", &*port), ("bind", "127.0.0.1"), ("save", ""), ("dir", &path), ("io-threads", "2")]
-        {
+        for (name, value) in [
+            ("port", &*port),
+            ("bind", "127.0.0.1"),
+            ("save", ""),
+            ("dir", &path),
+            ("io-threads", "2"),
+        ] {
             assert!(config.set_at_start(name, &[value.as_bytes()]).unwrap());
         }
         let settings =
