@@ -143,7 +143,8 @@ fn steps<'a, N: Nic>(
             })
         };
         let cells = firsts.iter().map(&mut number).collect();
-        let (reply, effects) = (Vec::new(), Effects::default());
+        let are_told = cx.server().config.live.notify() != 0;
+        let (reply, effects) = (Vec::new(), Effects::new(are_told));
         steps.push(Some(Step { call, plan, keys, of, cells, reply, effects }));
     }
     steps

@@ -80,7 +80,7 @@ async fn execute_inside<N: Nic>(cx: &mut Context<'_, Data<N>>) {
 /// Executes a command with its plan.
 async fn run<N: Nic>(cx: &mut Context<'_, Data<N>>, call: &Call<'_>, plan: Plan) {
     let begin = cx.out.len();
-    let mut effects = Effects::default();
+    let mut effects = Effects::new(cx.server().config.live.notify() != 0);
     loop {
         let result = match only_key(call) {
             Some(index) => run_one(cx, call, plan, index, &mut effects).await,
