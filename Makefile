@@ -67,7 +67,7 @@ test-full: test ## Run more and longer tests, tests with Linux's soft-RoCE in qe
 	# Prints the times of the pager's policies and prefetcher, one test after the other.
 	CARGO_PROFILE_RELEASE_LTO=off $(TEST) -p granary-pager --release --lib cost_of_ -- \
 	    --ignored --nocapture --test-threads 1
-	CARGO_PROFILE_RELEASE_LTO=off $(TEST) -p granary-heap --release --test cost -- \
+	CARGO_PROFILE_RELEASE_LTO=off $(TEST) -p granary-heap -p granary-kv --release --test cost -- \
 	    --ignored --nocapture
 	TEST_SECONDS=1800 taskset -c 0 $(TEST) --workspace
 	GRANARY_TEST_UNPRIVILEGED=1 $(TEST) --workspace --test pager_forks

@@ -1,4 +1,5 @@
-//! A store in an embedded pool: writes, reads, a call of two keys, a scan, and what the store holds.
+//! A store in an embedded pool: writes, reads, a call of two keys, a scan, and what the store
+//! holds.
 //!
 //! `cargo run -p granary-kv --example kv`
 

@@ -23,7 +23,7 @@ pub enum Error {
     Malformed {
         /// Address of the bytes.
         at: Address,
-        /// What is wrong.
+        /// The defect.
         what: Malformed,
     },
     /// Another owner has opened the store.

@@ -20,7 +20,7 @@ const PREFIX_BITS: u32 = 48;
 pub struct KeyHash {
     /// The half that names buckets and fingerprint. Each block has a copy.
     pub upper: u64,
-    /// What a mirror compares: 24 bits of directory prefix, and 40 more bits.
+    /// The part that a mirror compares: 24 bits of directory prefix, and 40 more bits.
     pub tag: u64,
 }
 

@@ -1,8 +1,9 @@
 //! A key-value index in disaggregated memory.
 //!
-//! A [`Store`] keeps index and values in the memory of memory nodes, and reaches both with one-sided
-//! READ, WRITE and CAS only. The index is RACE hashing (Zuo et al., USENIX ATC 2021): an extendible
-//! directory of subtables, two hash choices, and overflow buckets that two main buckets share.
+//! A [`Store`] keeps index and values in the memory of memory nodes, and reaches both with
+//! one-sided READ, WRITE and CAS only. The index is RACE hashing (Zuo et al., USENIX ATC 2021): an
+//! extendible directory of subtables, two hash choices, and overflow buckets that two main buckets
+//! share.
 //!
 //! ```
 //! use kv::environment::System;
@@ -10,7 +11,8 @@
 //! use kv::{SetOptions, Settings, Store};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let pool = pool::Pool::embedded(pool::Settings { donate_bytes: 8 << 20, ..Default::default() })?;
+//! let settings = pool::Settings { donate_bytes: 8 << 20, ..Default::default() };
+//! let pool = pool::Pool::embedded(settings)?;
 //! let memory = PoolMemory::new(pool, 0, heap::Settings::default())?;
 //! let store = Store::create_blocking(memory.clone(), memory, System, Settings::default())?;
 //!

@@ -97,12 +97,12 @@ pub trait Reach {
 
     /// Executes `steps` and waits once for all of them.
     ///
-    /// Two steps whose addresses are [ordered](Reach::ordered) take effect in the order of the list:
-    /// an implementation fences a WRITE behind a READ or an atomic. Other steps have no order. After
-    /// an error, each step may or may not have taken effect.
+    /// Two steps whose addresses are [ordered](Reach::ordered) take effect in the order of the
+    /// list: an implementation fences a WRITE behind a READ or an atomic. Other steps have no
+    /// order. After an error, each step may or may not have taken effect.
     fn run(&self, steps: &mut [Step<'_>]) -> impl Future<Output = Result<(), Stopped>>;
 
-    /// True if verbs on the two addresses take effect in the order in which they are posted, because
-    /// both use one QP.
+    /// True if verbs on the two addresses take effect in the order in which they are posted,
+    /// because both use one QP.
     fn ordered(&self, a: Address, b: Address) -> bool;
 }

@@ -1,4 +1,4 @@
-//! What a compute node knows of a subtable.
+//! A subtable as its compute node knows it.
 
 use std::collections::HashMap;
 use std::ops::Deref;

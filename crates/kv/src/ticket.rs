@@ -2,8 +2,8 @@
 //!
 //! Each key has a queue of shared and exclusive tickets. A ticket is valid when all tickets before
 //! it are returned, or when the ticket and all before it are shared. A call that needs several keys
-//! takes all its tickets at once, with the shards locked in order, so two calls cannot wait for each
-//! other. A key without tickets has no queue.
+//! takes all its tickets at once, with the shards locked in order, so two calls cannot wait for
+//! each other. A key without tickets has no queue.
 
 use std::collections::HashMap;
 use std::future::poll_fn;

@@ -2,7 +2,7 @@
 
 use crate::layout::table::Shape;
 
-/// What is noted of the uses of a key.
+/// The note that is taken of the uses of a key.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Measure {
     /// The time of the last use, in units of some 8 s, for the last 17 minutes at least.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use common::{BEGIN, COLUMNS, TestStore, World, block_on, settings};
 use kv::memory::{Arena, Client, Hand};
-use kv::{Error, Expiry, Form, Operation, SetOptions, Store, Update, Wanted};
+use kv::{Error, Expiry, Form, Operation, SetOptions, Settings, Store, Update, Wanted};
 
 type Model = BTreeMap<Vec<u8>, (Vec<u8>, u64)>;
 type Call = fn(&TestStore) -> Result<(), Error>;
@@ -60,10 +60,15 @@ fn recover(world: &World, form: Form, mirror: bool, groups: u16) -> (TestStore, 
 /// Crashes `call` after each of its verbs, and compares the recovered content with that before and
 /// after the call.
 fn crash_everywhere(what: &str, groups: u16, prepare: fn(&TestStore), call: Call) {
+    crash_in_stripes(what, 0, groups, prepare, call);
+}
+
+fn crash_in_stripes(what: &str, stripe_bits: u8, groups: u16, prepare: fn(&TestStore), call: Call) {
     for (column, form, mirror) in COLUMNS {
         let begin = || {
             let world = World::new(4096, 1 << 20, false, 1);
-            let store = world.create(settings(form, mirror, groups));
+            let settings = settings(form, mirror, groups);
+            let store = world.create(Settings { stripe_bits, ..settings });
             prepare(&store);
             (world, store)
         };
@@ -86,14 +91,14 @@ fn crash_everywhere(what: &str, groups: u16, prepare: fn(&TestStore), call: Call
             assert!(found == before || found == after, "{what}, {column}: {verbs} verbs");
             outcomes.insert(found == after);
             assert!(done.is_err() || found == after, "{what}, {column}: acknowledged and lost");
-            check_use(&store, &arena, found);
+            check_use(&store, &arena, found, stripe_bits);
         }
         assert!(outcomes.contains(&false) || before == after, "{what}, {column}");
     }
 }
 
 /// Uses a recovered store: fills it, empties it, and looks for blocks that were lost.
-fn check_use(store: &TestStore, arena: &Arena, found: Model) {
+fn check_use(store: &TestStore, arena: &Arena, found: Model, stripe_bits: u8) {
     assert_eq!(store.generation(), 2);
     fill(store, 500..540);
     for key in found.keys() {
@@ -104,8 +109,9 @@ fn check_use(store: &TestStore, arena: &Arena, found: Model) {
         assert!(block_on(store.delete(0, &name(i))).expect("a deletion"));
     }
     block_on(store.flush(0)).expect("a flush");
-    // Root, journal and the journal's word.
-    assert_eq!((arena.used().len(), arena.wrong_frees()), (3, 0), "{:?}", arena.used());
+    // Root, journal and the journal's words.
+    let kept = 2 + (1 << stripe_bits);
+    assert_eq!((arena.used().len(), arena.wrong_frees()), (kept, 0), "{:?}", arena.used());
 }
 
 fn some_keys(store: &TestStore) {
@@ -178,6 +184,19 @@ fn call_of_three_keys_survives_a_crash() {
 }
 
 #[test]
+fn call_over_several_stripes_survives_a_crash() {
+    crash_in_stripes("atomically", 2, 4, some_keys, |store| {
+        let keys: Vec<_> = (0..8).chain([200, 201]).map(name).collect();
+        let keys: Vec<_> = keys.iter().map(|key| Wanted { db: 0, key, is_read: false }).collect();
+        let change = |call: &mut kv::Transaction| {
+            (0..10).for_each(|key| call.put(key, value(key as u32 + 40), Expiry::Never));
+            call.delete(3);
+        };
+        block_on(store.atomically(&keys, change))
+    });
+}
+
+#[test]
 fn merge_survives_a_crash() {
     crash_everywhere("merge", 1, few_of_many_keys, |store| {
         let merges = block_on(store.merge(0))?;
@@ -237,7 +256,7 @@ fn crash_in_split(column: &str, form: Form, mirror: bool, keys: u32) -> bool {
         let new = found.remove(&name(300));
         assert_eq!(found, before, "{column}: {keys} keys, {verbs} verbs");
         found.extend(new.map(|new| (name(300), new)));
-        check_use(&store, &arena, found);
+        check_use(&store, &arena, found, 0);
     }
     true
 }

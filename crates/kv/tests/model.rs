@@ -292,6 +292,8 @@ fn check(column: usize, ops: Vec<Op>) {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
     #[test]
     fn published_store_agrees_with_a_map(ops in vec(op(), 1..200)) {
         check(0, ops);

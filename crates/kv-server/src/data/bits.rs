@@ -236,6 +236,7 @@ pub(super) fn bitop(call: &Call<'_>, cells: &mut Cells<'_, '_, '_>, out: &mut Ou
     if operator == Operator::Not && cells.len() != 2 {
         return refuse("ERR BITOP NOT must be called with a single source key.");
     }
+    (1..cells.len()).for_each(|key| out.note_read(key, cells.at(key).exists()));
     let source = |key: usize| cells.at(key).value().unwrap_or_default();
     let longest = (1..cells.len()).map(|key| source(key).len()).max().unwrap_or(0);
     let mut value = Vec::with_capacity(longest);

@@ -91,6 +91,7 @@ pub(super) fn persist(_: &Call<'_>, cells: &mut Cells<'_, '_, '_>, out: &mut Out
 /// TTL, PTTL, EXPIRETIME, PEXPIRETIME.
 pub(super) fn ttl(call: &Call<'_>, cells: &mut Cells<'_, '_, '_>, out: &mut Output<'_>) -> Done {
     let cell = cells.at(0);
+    out.note_read(0, cell.exists());
     if !cell.exists() {
         out.integer(-2);
         return Ok(());

@@ -34,6 +34,7 @@ pub(super) fn exists(_: &Call<'_>, cells: &mut Cells<'_, '_, '_>, out: &mut Outp
 }
 
 pub(super) fn kind(_: &Call<'_>, cells: &mut Cells<'_, '_, '_>, out: &mut Output<'_>) -> Done {
+    out.note_read(0, cells.at(0).exists());
     out.reply().simple(if cells.at(0).exists() { "string" } else { "none" });
     Ok(())
 }
@@ -211,6 +212,7 @@ pub(super) fn memory_usage(
 }
 
 pub(super) fn dump(_: &Call<'_>, cells: &mut Cells<'_, '_, '_>, out: &mut Output<'_>) -> Done {
+    out.note_read(0, cells.at(0).exists());
     match cells.at(0).value() {
         None => out.null(),
         Some(value) => {

@@ -55,7 +55,9 @@ pub(super) fn plan(call: &Call<'_>) -> Option<Plan> {
         Id::Bitop => with_value(bits::bitop),
         Id::Bitfield | Id::BitfieldRo => with_value(bitfield::bitfield),
         Id::Del | Id::Unlink => without_value(keys::del),
-        Id::Exists | Id::Touch => without_value(keys::exists),
+        Id::Exists => without_value(keys::exists),
+        // Reading the value is a use.
+        Id::Touch => with_value(keys::exists),
         Id::Type => without_value(keys::kind),
         Id::Rename | Id::Renamenx => with_value(keys::rename),
         Id::Copy => with_value(keys::copy),

@@ -129,10 +129,8 @@ pub(super) fn publish<N: Nic>(
         }
     }
     let stats = cx.worker.stats();
-    if !call.command.has(WRITE) {
-        stats.hits.add(effects.hits);
-        stats.misses.add(effects.misses);
-    }
+    stats.hits.add(effects.hits);
+    stats.misses.add(effects.misses);
     stats.changes.add(effects.is_changed.into());
     if effects.is_changed {
         cx.store.state.changes.fetch_add(1, std::sync::atomic::Ordering::Relaxed);

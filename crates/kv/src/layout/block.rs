@@ -31,7 +31,7 @@ pub const EXPIRY_MAX: u64 = (1 << 48) - 1;
 
 const _: () = assert!(HEADER_BYTES as u64 == UNIT);
 
-/// What a block has behind its key.
+/// The content of a block behind its key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A string.

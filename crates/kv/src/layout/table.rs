@@ -241,7 +241,7 @@ impl Slot {
     }
 }
 
-/// What a header says besides the places of the pieces.
+/// The fields of a header besides the places of the pieces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Header {
     /// The database at creation.
@@ -295,8 +295,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn slot_parses_to_what_was_encoded(fingerprint: u8, length in 1u8.., place in 1u64..1 << 48) {
-            let slot = Slot { fingerprint, length, place: Place::of(place) };
+        fn slot_parses_to_what_was_encoded(fingerprint: u8, length in 1u8.., at in 1u64..1 << 48) {
+            let slot = Slot { fingerprint, length, place: Place::of(at) };
             prop_assert_eq!(Slot::parse(slot.word()), Some(slot));
         }
 

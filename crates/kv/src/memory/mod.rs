@@ -176,11 +176,19 @@ impl Reach for Arc<Client> {
     async fn close(&self, (): ()) {}
 
     async fn run(&self, steps: &mut [Step<'_>]) -> Result<(), Stopped> {
-        for step in steps.iter_mut() {
+        // Steps of different stripes have no order, so each second list begins with the last
+        // stripe.
+        let is_reversed = !self.waits().is_multiple_of(2);
+        let mut order: Vec<usize> = (0..steps.len()).collect();
+        order.sort_by_key(|step| {
+            let stripe = self.memory.stripe(steps[*step].at()).unwrap_or(0);
+            if is_reversed { u32::MAX - stripe } else { stripe }
+        });
+        for step in order {
             if self.interleaved {
                 turn().await;
             }
-            self.execute(step)?;
+            self.execute(&mut steps[step])?;
         }
         self.waits.fetch_add(1, Ordering::Relaxed);
         if self.interleaved {

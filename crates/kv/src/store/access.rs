@@ -106,8 +106,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         Ok(old)
     }
 
-    /// The meaning of a CAS that found another word: an error, unless a task of this store that uses
-    /// no mirror may have changed the slot in between.
+    /// The meaning of a CAS that found another word: an error, unless a task of this store that
+    /// uses no mirror may have changed the slot in between.
     pub(super) async fn lost_swap(&self, trip: &Trip<'_>, at: Address) -> Result<(), Error> {
         let mut bytes = [0; 8];
         let generation = root::generation_word(self.root);

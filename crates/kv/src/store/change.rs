@@ -87,7 +87,7 @@ pub(super) struct Current<'a> {
 /// A value that is known before the key has been looked up, and its expiry.
 type Ahead<'v> = Option<(&'v [u8], u64)>;
 
-/// What one attempt at a change found.
+/// The result of one attempt at a change.
 pub(super) enum Tried {
     Done,
     Again,
@@ -142,8 +142,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         Ok(was_there)
     }
 
-    /// Changes a key by `change`, which gets the value (`None`: the key is not there) and the expiry
-    /// in milliseconds since 1970 (0: none). No other change of the key comes in between.
+    /// Changes a key by `change`, which gets the value (`None`: the key is not there) and the
+    /// expiry in milliseconds since 1970 (0: none). No other change of the key comes in between.
     ///
     /// `change` may be called again, if a split moved the key meanwhile.
     pub async fn update<'v>(

@@ -23,7 +23,7 @@ use crate::uses::Measure;
 
 /// Keys among which one is chosen.
 const SAMPLE: usize = 5;
-/// Samples without a candidate before the store gives up.
+/// Maximum number of samples without a candidate.
 const ATTEMPTS: usize = 64;
 const GROUP_SLOTS: usize = 3 * SLOTS;
 

@@ -55,7 +55,7 @@ impl Hit {
     }
 }
 
-/// What a look-up saw: the key, if it is there, and the buckets, if they were read.
+/// The result of a look-up: the key, if it is there, and the buckets, if they were read.
 pub(super) struct Seen {
     pub hit: Option<Hit>,
     pub view: Option<View>,

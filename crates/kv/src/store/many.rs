@@ -24,7 +24,7 @@ pub(super) struct Sought<'k> {
     pub table: Option<Arc<Table>>,
 }
 
-/// What is known of a key after a look-up.
+/// A key after a look-up.
 #[derive(Default)]
 pub(super) struct Found {
     pub hit: Option<Hit>,

@@ -62,7 +62,7 @@ pub use crate::uses::Measure;
 pub enum Form {
     /// The steps and round trips of the paper.
     Published,
-    /// What the order of one QP allows: the block and the slot are written in one round trip.
+    /// Block and slot are written in one round trip, because one QP keeps their order.
     #[default]
     Fused,
 }
@@ -78,7 +78,7 @@ pub struct Settings {
     pub groups: Option<u16>,
     /// The stripes (QP groups) number 2 to the power of this value, at most 64.
     pub stripe_bits: u8,
-    /// What the store notes of the uses of keys, for the choice of keys to evict.
+    /// The notes that the store takes of the uses of keys, for the choice of keys to evict.
     pub measure: Measure,
 }
 
@@ -96,9 +96,10 @@ impl Default for Settings {
 
 /// A store of keys and values in remote memory.
 ///
-/// Any number of tasks and threads can use a store. Operations on one key take effect in the order in
-/// which their futures are polled for the first time. A future that is dropped before its end leaves
-/// the store [interrupted](Error::Interrupted) if the future had begun to change remote memory.
+/// Any number of tasks and threads can use a store. Operations on one key take effect in the order
+/// in which their futures are polled for the first time. A future that is dropped before its end
+/// leaves the store [interrupted](Error::Interrupted) if the future had begun to change remote
+/// memory.
 pub struct Store<R, B, E> {
     reach: R,
     blocks: B,

@@ -1,5 +1,7 @@
 //! Blocks that no word in remote memory names yet.
 
+use smallvec::SmallVec;
+
 use super::Store;
 use crate::blocks::{Blocks, NoBlock};
 use crate::environment::Environment;
@@ -9,14 +11,15 @@ use crate::reach::Reach;
 /// Blocks that are freed when the value is dropped, unless they are kept.
 pub(super) struct Owned<'s, B: Blocks> {
     blocks: &'s B,
-    places: Vec<Place>,
+    /// Two places fit without memory from the allocator.
+    places: SmallVec<[Place; 2]>,
     is_kept: bool,
 }
 
 impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     /// An empty list of blocks.
     pub(super) fn owned(&self) -> Owned<'_, B> {
-        Owned { blocks: &self.blocks, places: Vec::new(), is_kept: false }
+        Owned { blocks: &self.blocks, places: SmallVec::new(), is_kept: false }
     }
 }
 

@@ -5,7 +5,7 @@
 //! 3. Read directories and subtables. A split or merge that had begun to change a directory is
 //!    finished: the subtable with the greater number gets all words of its prefix.
 //! 4. Read header and key of each block: tags and expiries.
-//! 5. Tell the allocator which blocks are in use. All others are free.
+//! 5. List the used blocks for the allocator. All others are free.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -48,7 +48,7 @@ struct Read {
 impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     /// Opens the store whose root is at `root`, after its owner has ended.
     ///
-    /// The allocator must be new: the store tells it which blocks are in use.
+    /// The allocator must be new: the store lists the used blocks for it.
     pub async fn open(
         reach: R,
         blocks: B,
@@ -124,8 +124,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         Ok(())
     }
 
-    /// The changes of the record that `word` names. `None` if the record or one of its blocks is not
-    /// whole: then the call had not begun to change slots.
+    /// The changes of the record that `word` names. `None` if the record or one of its blocks is
+    /// not whole: then the call had not begun to change slots.
     async fn whole_record(
         &self,
         trip: &Trip<'_>,

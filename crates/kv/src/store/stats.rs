@@ -1,4 +1,4 @@
-//! What a store holds.
+//! Counts of keys and bytes.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -17,7 +17,7 @@ pub(super) struct Removed {
     pub moved: AtomicU64,
 }
 
-/// What a store holds.
+/// Counts of keys and bytes of a store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Keys of each database.
@@ -47,7 +47,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         tables.unwrap_or_default().into_iter().map(timed).sum()
     }
 
-    /// What the store holds.
+    /// Counts of keys and bytes.
     pub fn stats(&self) -> Stats {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let mut stats = Stats {

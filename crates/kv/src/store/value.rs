@@ -19,8 +19,8 @@ use crate::place::{Address, Place};
 use crate::reach::{Reach, Step};
 use crate::store::Key;
 
-/// A block that no slot names yet. Freed when the value is dropped, unless a slot [owns](Fresh::own)
-/// the block.
+/// A block that no slot names yet. Freed when the value is dropped, unless a slot
+/// [owns](Fresh::own) the block.
 pub(super) struct Fresh<'s, B: Blocks> {
     /// The slot's word.
     pub word: Slot,
