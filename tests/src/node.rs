@@ -123,11 +123,12 @@ fn serve(socket: &Path, arguments: &[&str]) -> Result<(Child, Value)> {
     start_and_wait_ready(&mut command)
 }
 
-fn start_and_wait_ready(command: &mut Command) -> Result<(Child, Value)> {
-    let mut child = command.stdout(Stdio::piped()).spawn().context("starting granary serve")?;
+/// Starts a command of granary that prints a JSON line when it is ready, and waits for the line.
+pub fn start_and_wait_ready(command: &mut Command) -> Result<(Child, Value)> {
+    let mut child = command.stdout(Stdio::piped()).spawn().context("starting granary")?;
     let mut ready = String::new();
     BufReader::new(child.stdout.take().expect("piped")).read_line(&mut ready)?;
-    ensure!(!ready.is_empty(), "granary serve ended before it was ready");
+    ensure!(!ready.is_empty(), "granary ended before it was ready");
     Ok((child, serde_json::from_str(&ready).context("parsing the start-up message")?))
 }
 

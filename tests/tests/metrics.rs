@@ -33,6 +33,10 @@ fn is_pagers(name: &str) -> bool {
     name.starts_with("granary_pager_")
 }
 
+fn is_servers(name: &str) -> bool {
+    name.starts_with("granary_kv_")
+}
+
 fn is_budgets(name: &str) -> bool {
     name.starts_with("granary_budget_")
 }
@@ -44,7 +48,7 @@ fn served_page_has_documented_names_and_moving_values() -> Result<()> {
     ensure!(address.ip().is_loopback(), "{address}");
     let before = Page::scrape(address)?;
     let mut documented = names_in_docs()?;
-    documented.retain(|name| !is_pagers(name));
+    documented.retain(|name| !is_pagers(name) && !is_servers(name));
     assert_eq!(before.names, documented);
 
     let pool = Pool::connect(&node.socket, Options { groups: Some(1), ..Options::default() })?;
@@ -131,7 +135,7 @@ fn page_of_a_run_has_pager_and_private_node() -> Result<()> {
         thread::sleep(PAGE);
     };
     let mut documented = names_in_docs()?;
-    documented.retain(|name| !is_budgets(name));
+    documented.retain(|name| !is_budgets(name) && !is_servers(name));
     assert_eq!(page.names, documented);
     assert_eq!(page.value("granary_pager_processes")?, 1.0);
     let faults = page.value("granary_pager_fault_time_seconds_count")?;

@@ -41,7 +41,8 @@ mod tests {
     use metrics::Metric;
 
     fn declared() -> impl Iterator<Item = &'static Metric> {
-        pool::metrics::declared().chain(pager::metrics::declared())
+        let pool_and_pager = pool::metrics::declared().chain(pager::metrics::declared());
+        pool_and_pager.chain(kv_server::metrics::declared())
     }
 
     /// A row of the table in docs/user/metrics.md.

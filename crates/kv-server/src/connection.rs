@@ -228,7 +228,7 @@ impl<K: Keyspace> Connection<K> {
 
     /// Sends the replies. Waits if the peer does not read.
     async fn send(&mut self) -> io::Result<()> {
-        let mut sent = 0;
+        let (mut sent, mut has_waited) = (0, false);
         while sent < self.out.len() || self.stream.holds_bytes() {
             match self.stream.write(&self.out[sent..]) {
                 Ok(count) => {
@@ -238,6 +238,7 @@ impl<K: Keyspace> Connection<K> {
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    has_waited = true;
                     self.readiness.writable.set(false);
                     self.note_buffers(self.out.len() - sent);
                     let (client, readiness) = (&self.session.client, &self.readiness);
@@ -251,6 +252,9 @@ impl<K: Keyspace> Connection<K> {
             }
         }
         self.out.clear();
+        if has_waited {
+            self.note_buffers(0);
+        }
         Ok(())
     }
 

@@ -1,4 +1,4 @@
-//! What the execution of a command has: arguments, reply, connection, thread, server, store.
+//! Everything that the execution of a command uses: arguments, reply, connection, store.
 
 use redis_formats::command::{Arguments, Command};
 use redis_formats::reply::Writer;

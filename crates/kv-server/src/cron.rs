@@ -34,7 +34,9 @@ impl Cron {
             let is_exempt = client.has(flag::SUBSCRIBER | flag::MONITOR | flag::PAUSED);
             let idle_ms = now_ms.saturating_sub(client.last_ms());
             let is_idle = timeout_ms > 0 && !is_exempt && idle_ms > timeout_ms;
-            let limit = server.config.live.output_limit(client.class());
+            let gets_mail = client.has(flag::SUBSCRIBER | flag::MONITOR);
+            let class = if gets_mail { "pubsub" } else { "normal" };
+            let limit = server.config.live.output_limit(class);
             if is_idle || client.is_over(limit, now_ms) {
                 client.kill();
             }

@@ -251,7 +251,9 @@ fn any_queued<K: Keyspace>(context: &Context<'_, K>, flags: u32) -> bool {
 }
 
 fn needs_memory<K: Keyspace>(context: &Context<'_, K>) -> bool {
-    context.command.has(DENYOOM) || any_queued(context, DENYOOM)
+    // A queue takes memory of this process, whatever its commands do.
+    let is_queued = context.session.queue.is_some() && !ends_queue(context.command.id);
+    context.command.has(DENYOOM) || is_queued || any_queued(context, DENYOOM)
 }
 
 /// Waits while a pause holds the command back. Returns false if the connection was ended.
@@ -332,7 +334,7 @@ fn show<K: Keyspace>(context: &Context<'_, K>) {
     let server = context.server();
     if server.monitors.is_any() && !context.command.has(SKIP_MONITOR | ADMIN) {
         let session = &*context.session;
-        let limit = server.config.live.output_limit("normal");
+        let limit = server.config.live.output_limit("pubsub");
         let redacted = |index| is_secret(context.command, &context.args, index);
         server.monitors.show(&session.client, session.db, &context.args, redacted, limit);
     }
@@ -361,7 +363,8 @@ fn settle<K: Keyspace>(context: &mut Context<'_, K>, begin: usize, start_ns: u64
         server.latency.add(event, context.now_ms() / 1000, ms);
     }
     // Messages of this command come before its reply, as clients of RESP3 expect.
-    let precedes = !command.has(PUBSUB) || command.id == Id::Publish;
+    let precedes = (!command.has(PUBSUB) || command.id == Id::Publish)
+        && context.session.suppress == Suppress::No;
     if precedes && !context.session.in_exec && context.session.client.has(flag::MAIL) {
         let reply = context.out.len() - begin;
         context.session.client.take_mail(context.out);

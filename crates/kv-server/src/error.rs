@@ -35,7 +35,7 @@ pub enum Error {
     /// The system refused a call.
     #[error("{attempt}: {cause}; raise the limits of the system or lower io-threads")]
     System {
-        /// What was attempted.
+        /// The attempt.
         attempt: &'static str,
         /// The cause.
         #[source]

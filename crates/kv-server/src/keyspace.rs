@@ -1,4 +1,4 @@
-//! What the server needs of a store, and the execution of commands on data.
+//! The store as the server sees it, and the execution of commands on data.
 
 use std::future::Future;
 use std::time::Duration;
@@ -88,8 +88,8 @@ pub trait Keyspace: Send + Sync + Sized + 'static {
     /// runs this function once.
     fn maintain(&self, worker: &Worker) -> impl Future<Output = ()>;
 
-    /// Saves the data before the end, if `save` says so or, without it, if the configuration has
-    /// points for saving.
+    /// Saves the data before the end if `save` is true. `None`: if the configuration has points for
+    /// saving.
     ///
     /// # Errors
     ///

@@ -34,6 +34,7 @@ mod duties;
 mod error;
 pub mod keyspace;
 mod latency;
+pub mod metrics;
 mod monitor;
 mod net;
 pub mod notify;

@@ -215,7 +215,7 @@ impl Server {
         self.is_loading.store(false, Ordering::Release);
     }
 
-    /// Asks the server to save if the configuration says so, and to end.
+    /// Asks the server to save if the configuration has points for saving, and to end.
     pub(crate) fn ask_to_end(&self) {
         let before =
             self.ending.compare_exchange(RUNNING, ASKED, Ordering::AcqRel, Ordering::Acquire);

@@ -15,7 +15,7 @@ use crate::net::listen;
 use crate::server::{Handle, Server};
 use crate::users::Users;
 
-/// What a server is started with.
+/// Everything that a server is started with.
 #[derive(Debug, Default)]
 pub struct Setup {
     /// The configuration.

@@ -1,4 +1,4 @@
-//! What the tasks of one thread share: clock, timers, buffers, counters.
+//! State that the tasks of one thread share: clock, timers, buffers, counters.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;

@@ -227,3 +227,43 @@ fn idle_connection_ends_after_the_timeout() {
     assert_eq!(idle.ask("PING"), "PONG");
     assert_eq!(idle.rest(), b"");
 }
+
+#[test]
+fn protected_server_refuses_other_hosts_without_a_password() {
+    let server = start(&[("bind", "0.0.0.0")]);
+    let port = server.addresses[0].rsplit(':').next().unwrap().to_owned();
+    // The address of this host in a network; no packet is sent.
+    let probe = std::net::UdpSocket::bind("0.0.0.0:0").unwrap();
+    let own = match probe.connect("192.0.2.1:9").and_then(|()| probe.local_addr()) {
+        Ok(own) if !own.ip().is_loopback() => own.ip(),
+        _ => return eprintln!("skipped: this host has no address besides the loopback one"),
+    };
+    let far = || Client::new(std::net::TcpStream::connect(format!("{own}:{port}")).unwrap());
+    let denied = far().reply();
+    assert!(denied.starts_with("-DENIED Redis is running in protected mode"), "{denied}");
+    let mut near = Client::new(std::net::TcpStream::connect(format!("127.0.0.1:{port}")).unwrap());
+    assert_eq!(near.ask("config set requirepass pw"), "OK");
+    assert_eq!(far().ask("auth pw"), "OK");
+    assert_eq!(near.ask("config set requirepass '' protected-mode no"), "OK");
+    assert_eq!(far().ask("ping"), "PONG");
+}
+
+#[test]
+fn commands_with_many_large_arguments_are_bounded() {
+    let server = start(&[("client-query-buffer-limit", "1mb")]);
+    let mut client = server.connect();
+    client.ask("multi");
+    // Queued commands count as input.
+    let value = vec![b'x'; 100_000];
+    for _ in 0..20 {
+        let mut request = b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$100000\r\n".to_vec();
+        request.extend(&value);
+        request.extend(b"\r\n");
+        if client.stream.write_all(&request).is_err() {
+            break;
+        }
+    }
+    let rest = client.rest();
+    assert!(rest.windows(6).filter(|part| part == b"QUEUED").count() < 20);
+    assert_eq!(server.connect().ask("get a"), "nil");
+}

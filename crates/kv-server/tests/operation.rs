@@ -173,3 +173,45 @@ fn impossible_addresses_and_users_are_refused_at_the_start() {
     let error = start(&[("port", "0"), ("tls-port", &port), ("tls-cert-file", "/nonexistent")]);
     assert!(matches!(error, Error::Tls(_)), "{error}");
 }
+
+#[test]
+fn users_are_read_from_files_and_saved() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("users.acl");
+    std::fs::write(&file, "user bob on >pw +@read ~*\n").unwrap();
+    let path = file.display().to_string();
+    let server = start(&[("aclfile", &path)]);
+    let (mut admin, mut bob) = (server.connect(), server.connect());
+    assert_eq!(bob.ask("auth bob pw"), "OK");
+    assert!(bob.ask("set a 1").starts_with("-NOPERM"));
+    assert_eq!(admin.ask("acl setuser eve on nopass +ping"), "OK");
+    assert_eq!(admin.ask("acl save"), "OK");
+    assert!(std::fs::read_to_string(&file).unwrap().contains("user eve on nopass"));
+    std::fs::write(&file, "user bob on >pw +@all ~*\n").unwrap();
+    assert_eq!(admin.ask("acl load"), "OK");
+    assert_eq!(bob.ask("set a 1"), "OK");
+    assert_eq!(admin.ask("acl users"), "[bob default]");
+    std::fs::write(&file, "nonsense\n").unwrap();
+    assert!(admin.ask("acl load").starts_with("-ERR"));
+    assert_eq!(admin.ask("acl users"), "[bob default]");
+    let server = start(&[]);
+    let text = server.connect().ask("acl save");
+    assert!(text.starts_with("-ERR This Redis instance is not configured to use an ACL file."));
+}
+
+#[test]
+fn users_of_the_configuration_exist_from_the_start() {
+    let text = b"user bob on >pw ~* +get\nuser default on >secret ~* &* +@all\n";
+    let directives = redis_formats::conf::read("f", &mut |_| Ok(text.to_vec())).unwrap();
+    let config = Config::default();
+    config.set_at_start("bind", &[b"127.0.0.1"]).unwrap();
+    config.set_at_start("port", &[common::free_port().to_string().as_bytes()]).unwrap();
+    let ignored = config.load(&directives).unwrap();
+    let server = common::start_with(Setup { config, ignored, file: String::new() });
+    let mut client = server.connect();
+    assert_eq!(client.ask("get a"), "-NOAUTH Authentication required.");
+    assert_eq!(client.ask("auth bob pw"), "OK");
+    assert_eq!(client.ask("get a"), "nil");
+    assert_eq!(client.ask("auth secret"), "OK");
+    assert_eq!(client.ask("acl whoami"), "default");
+}

@@ -228,8 +228,24 @@ fn memory_limit_refuses_commands_that_need_memory() {
     assert_eq!(client.ask("set b 1"), refused);
     assert_eq!(client.ask("get a"), value);
     client.ask("multi");
-    assert_eq!(client.ask("set b 1"), refused);
+    assert_eq!(client.ask("get b"), refused);
     assert!(client.ask("exec").starts_with("-EXECABORT"));
     assert_eq!(client.ask("del a"), "1");
     assert_eq!(client.ask("set b 1"), "OK");
+}
+
+#[test]
+fn monitor_that_does_not_read_is_ended() {
+    let server = start(&[("client-output-buffer-limit", "pubsub 100kb 0 0")]);
+    let (mut slow, mut other) = (server.connect(), server.connect());
+    assert_eq!(slow.ask("monitor"), "OK");
+    let value = vec![b'x'; 10_000];
+    for _ in 0..10_000 {
+        other.command(&[b"SET", b"k", &value]);
+        assert_eq!(other.reply(), "OK");
+        if other.ask("client list").lines().count() == 1 {
+            return;
+        }
+    }
+    panic!("the connection is never ended");
 }

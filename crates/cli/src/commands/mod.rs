@@ -3,6 +3,7 @@
 mod assist;
 mod bench;
 mod completions;
+mod kv;
 mod local;
 mod man;
 mod nic;
@@ -23,6 +24,7 @@ pub enum Command {
     Serve(serve::Serve),
     Status(status::Status),
     Local(local::Local),
+    Kv(kv::Kv),
     #[command(subcommand)]
     Bench(bench::Bench),
     #[command(subcommand)]
@@ -46,6 +48,7 @@ impl Command {
             Self::Serve(serve) => serve.run(),
             Self::Status(status) => status.run(),
             Self::Local(local) => local.run(),
+            Self::Kv(kv) => kv.run(),
             Self::Bench(bench) => bench.run(),
             Self::Sim(sim) => sim.run(),
             Self::Completions(completions) => completions.run(),

@@ -50,7 +50,7 @@ pub(super) fn set<K: Keyspace>(cx: &mut Context<'_, K>) {
     }
 }
 
-/// What the change of a parameter does besides its value.
+/// Carries out the consequences of a changed parameter.
 fn apply<K: Keyspace>(cx: &Context<'_, K>, name: &str) {
     let server = cx.server();
     match name {

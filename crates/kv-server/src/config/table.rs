@@ -19,7 +19,7 @@ pub(crate) enum Kind {
     Only(&'static str),
 }
 
-/// What the server does with a parameter.
+/// Use of a parameter by the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Use {
     /// A change takes effect at once.
@@ -58,6 +58,7 @@ const LONG: i64 = i64::MAX;
 const BYTES: Kind = Memory(0, i64::MAX as u64);
 const NO_AOF: &str = "argument must be 'no': this server has no append-only file";
 const NO_CLUSTER: &str = "argument must be 'no': this server is no node of a cluster";
+const NO_PASSPHRASE: &str = "argument must be empty: use a key without a passphrase";
 const NO_REPLICAS: &str = "argument must be empty: this server has no replication";
 
 /// Policies of eviction.
@@ -99,7 +100,7 @@ pub(crate) static PARAMETERS: &[Parameter] = &[
     // TLS.
     row("tls-cert-file", Text, "", Start),
     row("tls-key-file", Text, "", Start),
-    row("tls-key-file-pass", Only("argument must be empty: use a key without a passphrase"), "", Start),
+    row("tls-key-file-pass", Only(NO_PASSPHRASE), "", Start),
     row("tls-ca-cert-file", Text, "", Start),
     row("tls-ca-cert-dir", Only("argument must be empty: use tls-ca-cert-file"), "", Start),
     row("tls-auth-clients", Word(&["yes", "no", "optional"]), "yes", Start),
@@ -175,7 +176,7 @@ pub(crate) static PARAMETERS: &[Parameter] = &[
     row("shutdown-timeout", Number(0, INT), "10", Unused),
     row("shutdown-on-sigint", Text, "default", Unused),
     row("shutdown-on-sigterm", Text, "default", Unused),
-    // What the server has not.
+    // Parts that the server has not.
     row("appendonly", Only(NO_AOF), "no", Unused),
     row("appendfilename", Text, "appendonly.aof", Unused),
     row("appenddirname", Text, "appendonlydir", Unused),
@@ -211,18 +212,21 @@ pub(crate) static PARAMETERS: &[Parameter] = &[
         "0", Unused), "min-slaves-to-write"),
     named(row("min-replicas-max-lag", Number(0, INT), "10", Unused), "min-slaves-max-lag"),
     named(row("busy-reply-threshold", Number(0, LONG), "5000", Unused), "lua-time-limit"),
-    named(row("hash-max-listpack-entries", Number(0, LONG), "512", Unused), "hash-max-ziplist-entries"),
+    named(row("hash-max-listpack-entries", Number(0, LONG), "512", Unused),
+        "hash-max-ziplist-entries"),
     named(row("hash-max-listpack-value", BYTES, "64", Unused), "hash-max-ziplist-value"),
     named(row("list-max-listpack-size", Number(-INT, INT), "-2", Unused), "list-max-ziplist-size"),
     row("list-compress-depth", Number(0, INT), "0", Unused),
     row("set-max-intset-entries", Number(0, LONG), "512", Unused),
-    named(row("zset-max-listpack-entries", Number(0, LONG), "128", Unused), "zset-max-ziplist-entries"),
+    named(row("zset-max-listpack-entries", Number(0, LONG), "128", Unused),
+        "zset-max-ziplist-entries"),
     named(row("zset-max-listpack-value", BYTES, "64", Unused), "zset-max-ziplist-value"),
     row("hll-sparse-max-bytes", BYTES, "3000", Unused),
     row("stream-node-max-bytes", BYTES, "4096", Unused),
     row("stream-node-max-entries", Number(0, LONG), "100", Unused),
     row("tracking-table-max-keys", Number(0, LONG), "1000000", Unused),
-    row("propagation-error-behavior", Word(&["ignore", "panic", "panic-on-replicas"]), "ignore", Unused),
+    row("propagation-error-behavior", Word(&["ignore", "panic", "panic-on-replicas"]), "ignore",
+        Unused),
     // The process.
     row("daemonize", Only("argument must be 'no': use a service manager"), "no", Unused),
     row("pidfile", Text, "", Unused),

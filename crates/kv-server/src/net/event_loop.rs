@@ -36,7 +36,7 @@ const CRON_NS: u64 = 100_000_000;
 /// Data of the event that ends the sleep of the thread.
 const WAKE_UP: u64 = u64::MAX;
 
-/// What a task does.
+/// The work of a task.
 #[derive(Debug)]
 pub(crate) enum Job {
     /// Loads the file, once.
@@ -51,7 +51,7 @@ pub(crate) enum Job {
     Serve(Accepted),
 }
 
-/// Readiness of a socket, as epoll has told it.
+/// Readiness of a socket, by the events of epoll.
 #[derive(Debug, Default)]
 pub(crate) struct Readiness {
     waker: RefCell<Option<Waker>>,
@@ -84,7 +84,7 @@ impl Readiness {
     }
 }
 
-/// What a task has besides its job.
+/// Everything that a task uses besides its job.
 pub(crate) struct Seat<K> {
     pub worker: Rc<Worker>,
     pub store: Arc<K>,
