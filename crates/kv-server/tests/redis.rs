@@ -55,9 +55,14 @@ fn events_of_keys_are_those_of_redis() {
     assert_eq!(theirs, ours);
     // The reply of the second pattern.
     drop(pair.messages());
+    let mut is_queued = false;
     for line in include_str!("redis/events.txt").lines() {
         let replies = pair.ask(line);
         assert_eq!(replies[0], replies[1], "{line}");
+        is_queued = line == "MULTI" || is_queued && line != "EXEC";
+        if is_queued {
+            continue;
+        }
         let [theirs, ours] = pair.messages();
         let show = |all: &[Vec<u8>]| -> Vec<String> {
             all.iter().map(|own| String::from_utf8_lossy(own).into_owned()).collect()

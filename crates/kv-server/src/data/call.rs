@@ -285,7 +285,8 @@ fn tell_new(cells: &Cells<'_, '_, '_>, events: &mut Vec<Event>) {
     }
     let mut is_told: Vec<bool> = cells.cells.iter().map(|cell| !cell.is_new()).collect();
     for event in std::mem::take(events) {
-        if !std::mem::replace(&mut is_told[cells.of[event.key]], true) {
+        let was_told = std::mem::replace(&mut is_told[cells.of[event.key]], true);
+        if !was_told && event.name != "new" {
             events.push(Event { class: b'n', name: "new", key: event.key });
         }
         events.push(event);

@@ -48,6 +48,9 @@ pub(super) fn rename(call: &Call<'_>, cells: &mut Cells<'_, '_, '_>, out: &mut O
         let (value, expiry) = (value.to_vec(), cells.at(0).expiry());
         cells.key(1).put(value, expiry);
         cells.key(0).delete();
+        if is_free {
+            out.event(b'n', "new", 1);
+        }
         out.event(b'g', "rename_from", 0);
         out.event(b'g', "rename_to", 1);
     }
@@ -139,6 +142,7 @@ pub(super) fn relocate(
             let expiry = cells.at(0).expiry();
             cells.key(1).put(value, expiry);
             cells.key(0).delete();
+            out.event(b'n', "new", 1);
             out.event(b'g', "move_from", 0);
             out.event(b'g', "move_to", 1);
             out.boolean(true);
@@ -148,7 +152,7 @@ pub(super) fn relocate(
 }
 
 /// The encoding that Redis would have chosen.
-fn encoding(value: &[u8]) -> &'static str {
+pub(super) fn encoding(value: &[u8]) -> &'static str {
     /// Longest string that Redis allocates together with its object.
     const EMBEDDED_MAX: usize = 44;
     match () {
