@@ -4,9 +4,9 @@
 
 use std::sync::Arc;
 
+use kv_server::Setup;
 use kv_server::config::Config;
 use kv_server::data::Data;
-use kv_server::Setup;
 use pool::Pool;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

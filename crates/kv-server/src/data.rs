@@ -31,9 +31,9 @@ mod whole;
 
 use std::time::Duration;
 
+use kv::Settings;
 use kv::environment::System;
 use kv::pooled::PoolMemory;
-use kv::Settings;
 use pool::{DefaultNic, Pool};
 use redis_formats::command::Command;
 use verbs::Nic;
@@ -120,7 +120,9 @@ impl<N: Nic> Keyspace for Data<N> {
     }
 
     fn size(&self, db: u8) -> Size {
-        Size { keys: self.store.len(self.state.physical(db)), ..Size::default() }
+        let db = self.state.physical(db);
+        let (keys, volatile) = (self.store.len(db), self.store.volatile(db));
+        Size { keys, volatile, ..Size::default() }
     }
 
     fn usage(&self) -> Usage {

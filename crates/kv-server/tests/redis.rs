@@ -46,6 +46,119 @@ fn keys_and_transactions_are_those_of_redis() {
     compare(include_str!("redis/keys.txt"));
 }
 
+#[test]
+fn events_of_keys_are_those_of_redis() {
+    let Some(mut pair) = Pair::start() else { return };
+    pair.connect("2");
+    assert_eq!(pair.ask("CONFIG SET notify-keyspace-events KEAmn"), [b"+OK\r\n"; 2]);
+    let [theirs, ours] = pair.ask("@2 PSUBSCRIBE __key* done");
+    assert_eq!(theirs, ours);
+    // The reply of the second pattern.
+    drop(pair.messages());
+    let mut is_queued = false;
+    for line in include_str!("redis/events.txt").lines() {
+        let replies = pair.ask(line);
+        assert_eq!(replies[0], replies[1], "{line}");
+        is_queued = line == "MULTI" || is_queued && line != "EXEC";
+        if is_queued {
+            continue;
+        }
+        let [theirs, ours] = pair.messages();
+        let show = |all: &[Vec<u8>]| -> Vec<String> {
+            all.iter().map(|own| String::from_utf8_lossy(own).into_owned()).collect()
+        };
+        assert_eq!(show(&theirs), show(&ours), "{line}");
+    }
+}
+
+/// EXEC, MGET and WATCH of several connections, which two threads of the server serve.
+#[test]
+fn transactions_are_seen_whole_and_watches_lose_no_change() {
+    const ROUNDS: usize = 300;
+    let mut pair = Pair::of_ours(Ours::start(None));
+    pair.connect("2");
+    pair.ask_one(1, "MSET a 0 b 0 w 0");
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            let mut client = pair.another();
+            scope.spawn(move || {
+                for _ in 0..ROUNDS {
+                    for line in ["MULTI", "INCR a", "PING", "INCR b"] {
+                        client.ask(line);
+                    }
+                    client.ask("EXEC");
+                }
+            });
+            let mut client = pair.another();
+            scope.spawn(move || {
+                let mut done = 0;
+                while done < ROUNDS {
+                    client.ask("WATCH w");
+                    let reply = String::from_utf8(client.ask("GET w")).unwrap();
+                    let old: u64 = reply.lines().nth(1).unwrap().parse().unwrap();
+                    client.ask("MULTI");
+                    client.ask(&format!("SET w {}", old + 1));
+                    done += usize::from(client.ask("EXEC") != b"*-1\r\n");
+                }
+            });
+        }
+        let mut client = pair.another();
+        scope.spawn(move || {
+            for _ in 0..ROUNDS {
+                let reply = String::from_utf8(client.ask("MGET a b")).unwrap();
+                let lines: Vec<&str> = reply.lines().collect();
+                assert_eq!(lines[2], lines[4], "{reply:?}");
+            }
+        });
+    });
+    let expected = format!("*3\r\n$3\r\n{0}\r\n$3\r\n{0}\r\n$3\r\n{0}\r\n", 3 * ROUNDS);
+    assert_eq!(pair.ask_one(1, "MGET a b w"), expected.as_bytes());
+}
+
+/// A key that expires is deleted in the background, and an event tells that.
+#[test]
+fn expired_key_is_deleted_and_told() {
+    let mut pair = Pair::of_ours(Ours::start(None));
+    pair.connect("2");
+    pair.ask_one(1, "CONFIG SET notify-keyspace-events Ex");
+    pair.ask_one(1, "@2 SUBSCRIBE __keyevent@0__:expired");
+    for key in 0..1000 {
+        pair.ask_one(1, &format!("SET key:{key} v PX 1"));
+    }
+    let mut keys: Vec<Vec<u8>> = (0..1000).map(|_| pair.message()).collect();
+    keys.sort();
+    keys.dedup();
+    assert_eq!(keys.len(), 1000);
+    assert_eq!(pair.ask_one(1, "DBSIZE"), b":0\r\n");
+}
+
+#[test]
+fn keys_are_evicted_up_to_the_limit() {
+    for policy in ["allkeys-lru", "allkeys-lfu", "allkeys-random", "volatile-ttl"] {
+        let mut pair = Pair::of_ours(Ours::start(None));
+        pair.connect("2");
+        pair.ask_one(1, "CONFIG SET maxmemory 2mb");
+        pair.ask_one(1, &format!("CONFIG SET maxmemory-policy {policy}"));
+        let value = "x".repeat(1000);
+        for key in 0..5000 {
+            let reply = pair.ask_one(1, &format!("SET key:{key} {value} EX 1000"));
+            assert_eq!(reply, b"+OK\r\n", "{policy}");
+        }
+        let size = String::from_utf8(pair.ask_one(1, "DBSIZE")).unwrap();
+        let size: u64 = size[1..].trim().parse().unwrap();
+        assert!((1000..2200).contains(&size), "{policy}: {size}");
+    }
+    let mut pair = Pair::of_ours(Ours::start(None));
+    pair.connect("2");
+    pair.ask_one(1, "CONFIG SET maxmemory 1mb");
+    let value = "x".repeat(1000);
+    let refused = (0..2000)
+        .map(|key| pair.ask_one(1, &format!("SET key:{key} {value}")))
+        .filter(|reply| reply.starts_with(b"-OOM command not allowed"))
+        .count();
+    assert!((900..1500).contains(&refused), "{refused}");
+}
+
 /// Keys of all forms that a file can have.
 const FILL: &str = "SET a 1\nSET b 70000\nSET c -5\nSET d 123456789012\nSET e \"\"\nSET \"\\x00k\" \
     \"v\\x00\"\nSET f x EXAT 32503680000\nSETRANGE g 5000 x\nSETRANGE h 300000 y\nSELECT 9\nSET a \

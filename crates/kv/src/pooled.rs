@@ -22,6 +22,8 @@ use crate::reach::{Range, Reach, Step, Stopped};
 
 /// Steps of one list: as many as [`Pool::run`] takes without an allocation.
 const LIST: usize = 16;
+/// Steps of an operation on one key, for which memory is on the stack.
+const FEW: usize = 4;
 /// Bytes of one list. Longer READs and WRITEs are divided.
 const LIST_BYTES: usize = 128 << 10;
 /// Lists in flight at once for one round trip.
@@ -127,24 +129,53 @@ impl<N: Nic> PoolMemory<N> {
         GroupId((stripe % u32::from(self.shared.pool.groups().max(1))) as u16)
     }
 
+    /// Executes steps of one list in place: a list of [`Part`] would copy them.
+    async fn run_few(
+        &self,
+        steps: &mut [Step<'_>],
+        grants: &[(Grant, u64)],
+    ) -> Result<(), Stopped> {
+        let posted = steps.iter_mut().zip(grants);
+        let mut posted: SmallVec<[pool::Step<'_, N>; FEW]> =
+            posted.map(|(step, (grant, offset))| to_pool(step, grant, *offset)).collect();
+        self.shared.pool.run(Lane(0), &mut posted).await.map_err(stopped)
+    }
+
     async fn run_list(&self, part: &mut Part<'_>) -> Result<(), Stopped> {
         let mut steps: SmallVec<[pool::Step<'_, N>; LIST]> = SmallVec::new();
         for (verb, grant, offset) in part.iter_mut() {
-            let offset = *offset;
-            steps.push(match verb {
-                Step::Read { into, .. } => pool::Step::Read { grant, offset, into },
-                Step::Write { from, .. } => pool::Step::Write { grant, offset, from },
-                Step::Cas { expected, new, old, .. } => {
-                    let (expected, new) = (*expected, *new);
-                    pool::Step::CompareAndSwap { grant, offset, expected, new, old }
-                }
-                Step::Add { amount, old, .. } => {
-                    pool::Step::FetchAndAdd { grant, offset, add: *amount, old }
-                }
-            });
+            steps.push(to_pool(verb, grant, *offset));
         }
         self.shared.pool.run(Lane(0), &mut steps).await.map_err(stopped)
     }
+}
+
+/// A step in the pool's words.
+fn to_pool<'a, N: Nic>(step: &'a mut Step<'_>, grant: &'a Grant, offset: u64) -> pool::Step<'a, N> {
+    match step {
+        Step::Read { into, .. } => pool::Step::Read { grant, offset, into },
+        Step::Write { from, .. } => pool::Step::Write { grant, offset, from },
+        Step::Cas { expected, new, old, .. } => {
+            let (expected, new) = (*expected, *new);
+            pool::Step::CompareAndSwap { grant, offset, expected, new, old }
+        }
+        Step::Add { amount, old, .. } => {
+            pool::Step::FetchAndAdd { grant, offset, add: *amount, old }
+        }
+    }
+}
+
+/// True if one list can have all steps, undivided.
+fn is_one_list(steps: &[Step<'_>], grants: &[(Grant, u64)]) -> bool {
+    let bytes = |step: &Step<'_>| match step {
+        Step::Read { into, .. } => into.len(),
+        Step::Write { from, .. } => from.len(),
+        Step::Cas { .. } | Step::Add { .. } => 8,
+    };
+    let qp = |(grant, _): &(Grant, u64)| (grant.group, grant.function);
+    steps.len() <= LIST
+        && steps.iter().map(bytes).sum::<usize>() <= LIST_BYTES
+        && grants.windows(2).all(|pair| qp(&pair[0]) == qp(&pair[1]))
 }
 
 /// Verbs of one list, with the grants and the offsets in them.
@@ -222,6 +253,13 @@ impl<N: Nic> Reach for PoolMemory<N> {
             let found = self.locate(at);
             found.ok_or_else(|| Stopped::Refused(format!("no chunk of this process has {at}")))
         };
+        let mut grants: SmallVec<[(Grant, u64); FEW]> = SmallVec::new();
+        for step in steps.iter() {
+            grants.push(locate(step.at())?);
+        }
+        if is_one_list(steps, &grants) {
+            return self.run_few(steps, &grants).await;
+        }
         let mut lists = SmallVec::new();
         let has_atomics =
             steps.iter().any(|step| matches!(step, Step::Cas { .. } | Step::Add { .. }));

@@ -23,6 +23,8 @@ use crate::signals::Signals;
 const CHUNK_BYTES: u64 = 64 << 10;
 /// Building blocks of a send queue: waves of many commands are posted with one doorbell.
 const SEND_BLOCKS: u32 = 4096;
+/// Descriptors that are no connections: sockets that listen, files, the pool.
+const OWN_DESCRIPTORS: u64 = 128;
 /// QP groups, and so threads, that a store can use.
 const GROUPS_MAX: u16 = 64;
 
@@ -140,8 +142,7 @@ impl Kv {
         self.log.start(LogLevel::Warn);
         let setup = self.setup()?;
         let threads = setup.config.number("io-threads") as u16;
-        // Each connection needs a descriptor, and each thread some.
-        file_descriptors::raise_limit_for(setup.config.number("maxclients") as u32);
+        fit_clients(&setup.config)?;
         // Block the signals before threads start, so that no thread receives one.
         let signals = Signals::to_stop().context("wait for signals")?;
         let pool = self.open_pool(threads)?;
@@ -256,6 +257,21 @@ impl Kv {
              {saves}"
         )
     }
+}
+
+/// Lowers `maxclients` if the process may not open as many descriptors.
+fn fit_clients(config: &Config) -> anyhow::Result<()> {
+    let wanted = config.number("maxclients");
+    let Some(limit) = file_descriptors::raise_limit() else { return Ok(()) };
+    let most = limit.saturating_sub(OWN_DESCRIPTORS).max(1);
+    if wanted > most {
+        eprintln!(
+            "granary: warning: this process may open {limit} file descriptors, so maxclients is \
+             {most} instead of {wanted}: raise the limit (ulimit -n) or set maxclients"
+        );
+        set(config, "maxclients", &[most.to_string().as_bytes()])?;
+    }
+    Ok(())
 }
 
 fn usage(text: String) -> UsageError {

@@ -176,6 +176,7 @@ pub(super) fn bitfield(
     let cell = cells.key(0);
     let old = cell.value().unwrap_or_default();
     let Some(end) = end else {
+        out.note_read(0, cell.exists());
         out.reply().array(operations.len());
         let numbers = operations.iter().map(|own| read(old, own.kind, own.offset) as i64);
         numbers.for_each(|number| out.integer(number));

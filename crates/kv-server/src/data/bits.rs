@@ -55,7 +55,8 @@ pub(super) fn getbit(call: &Call<'_>, cells: &mut Cells<'_, '_, '_>, out: &mut O
 /// Number of bits that are set.
 fn count(bytes: &[u8]) -> u64 {
     let (words, rest) = bytes.as_chunks::<8>();
-    let words: u64 = words.iter().map(|word| u64::from(u64::from_ne_bytes(*word).count_ones())).sum();
+    let words: u64 =
+        words.iter().map(|word| u64::from(u64::from_ne_bytes(*word).count_ones())).sum();
     words + rest.iter().map(|byte| u64::from(byte.count_ones())).sum::<u64>()
 }
 
@@ -78,8 +79,7 @@ impl Run {
         let absolute = |index: i64| if index < 0 { (total + index).max(0) } else { index };
         let (start, end) = (absolute(start), absolute(end).min(total - 1));
         let unit = unit as u64;
-        (start <= end)
-            .then(|| Self { start: start as u64 * unit, end: (end as u64 + 1) * unit })
+        (start <= end).then(|| Self { start: start as u64 * unit, end: (end as u64 + 1) * unit })
     }
 
     /// Bytes that the run has a part of.
@@ -236,6 +236,7 @@ pub(super) fn bitop(call: &Call<'_>, cells: &mut Cells<'_, '_, '_>, out: &mut Ou
     if operator == Operator::Not && cells.len() != 2 {
         return refuse("ERR BITOP NOT must be called with a single source key.");
     }
+    (1..cells.len()).for_each(|key| out.note_read(key, cells.at(key).exists()));
     let source = |key: usize| cells.at(key).value().unwrap_or_default();
     let longest = (1..cells.len()).map(|key| source(key).len()).max().unwrap_or(0);
     let mut value = Vec::with_capacity(longest);

@@ -31,11 +31,8 @@ pub(super) type Refusal = Cow<'static, str>;
 pub(super) type Done = Result<(), Refusal>;
 
 /// The code of a data command.
-pub(super) type Body = for<'c, 'v, 'o> fn(
-    &Call<'v>,
-    &mut Cells<'_, 'c, 'v>,
-    &mut Output<'o>,
-) -> Done;
+pub(super) type Body =
+    for<'c, 'v, 'o> fn(&Call<'v>, &mut Cells<'_, 'c, 'v>, &mut Output<'o>) -> Done;
 
 pub(super) const SYNTAX: &str = "ERR syntax error";
 pub(super) const NOT_INTEGER: &str = "ERR value is not an integer or out of range";
@@ -193,6 +190,8 @@ pub(super) struct Event {
 /// What an execution has brought besides its reply.
 #[derive(Debug, Default)]
 pub(super) struct Effects {
+    /// False: the configuration asks for no events.
+    pub are_told: bool,
     pub events: Vec<Event>,
     pub hits: u64,
     pub misses: u64,
@@ -200,6 +199,16 @@ pub(super) struct Effects {
 }
 
 impl Effects {
+    pub fn new(are_told: bool) -> Self {
+        Self { are_told, ..Self::default() }
+    }
+
+    fn tell(&mut self, class: u8, name: &'static str, key: usize) {
+        if self.are_told {
+            self.events.push(Event { class, name, key });
+        }
+    }
+
     pub fn clear(&mut self) {
         self.events.clear();
         (self.hits, self.misses, self.is_changed) = (0, 0, false);
@@ -236,7 +245,7 @@ impl Output<'_> {
 
     /// Notes an event of a key.
     pub fn event(&mut self, class: u8, name: &'static str, key: usize) {
-        self.effects.events.push(Event { class, name, key });
+        self.effects.tell(class, name, key);
         self.effects.is_changed = true;
     }
 
@@ -246,7 +255,7 @@ impl Output<'_> {
             self.effects.hits += 1;
         } else {
             self.effects.misses += 1;
-            self.effects.events.push(Event { class: b'm', name: "keymiss", key });
+            self.effects.tell(b'm', "keymiss", key);
         }
     }
 }
@@ -266,10 +275,20 @@ pub(super) fn perform<'v>(
         output.reply().error(text.as_bytes());
         return;
     }
-    for key in (0..cells.len()).rev() {
-        let is_first = cells.of[..key].iter().all(|other| *other != cells.of[key]);
-        if is_first && cells.at(key).is_new() {
-            output.effects.events.insert(0, Event { class: b'n', name: "new", key });
+    tell_new(cells, &mut output.effects.events);
+}
+
+/// Adds the events of keys that the command creates, each before the first event of its key.
+fn tell_new(cells: &Cells<'_, '_, '_>, events: &mut Vec<Event>) {
+    if events.is_empty() || !cells.cells.iter().any(Cell::is_new) {
+        return;
+    }
+    let mut is_told: Vec<bool> = cells.cells.iter().map(|cell| !cell.is_new()).collect();
+    for event in std::mem::take(events) {
+        let was_told = std::mem::replace(&mut is_told[cells.of[event.key]], true);
+        if !was_told && event.name != "new" {
+            events.push(Event { class: b'n', name: "new", key: event.key });
         }
+        events.push(event);
     }
 }

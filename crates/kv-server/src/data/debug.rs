@@ -22,14 +22,34 @@ pub(super) async fn execute<N: Nic>(cx: &mut Context<'_, Data<N>>) {
             Ok(()) => cx.reply().ok(),
             Err(error) => cx.error(text_of(&error)),
         }
+    } else if cx.args.is(1, "object") && count == 3 {
+        object(cx).await;
     } else if cx.args.is(1, "stringmatch-len") && count == 4 {
         let pattern = cx.args.get(3);
-        let text = vec![b'a'; redis_formats::number::parse_i64(cx.args.get(2)).unwrap_or(0) as usize];
+        let text =
+            vec![b'a'; redis_formats::number::parse_i64(cx.args.get(2)).unwrap_or(0) as usize];
         let is_match = redis_formats::glob::matches(pattern, &text);
         cx.reply().integer(is_match.into());
     } else {
         crate::commands::unknown_debug(cx);
     }
+}
+
+/// Describes a value as Redis does. The address is that of no object.
+async fn object<N: Nic>(cx: &mut Context<'_, Data<N>>) {
+    let (store, db) = (&cx.store.store, cx.store.state.physical(cx.session.db));
+    let key = cx.args.get(2);
+    let (value, worth) = match (store.get(db, key).await, store.worth(db, key).await) {
+        (Ok(Some(value)), Ok(worth)) => (value, worth.unwrap_or(0)),
+        (Ok(None), _) => return cx.error("ERR no such key"),
+        (Err(error), _) | (_, Err(error)) => return cx.error(text_of(&error)),
+    };
+    let text = format!(
+        "Value at:0x0 refcount:1 encoding:{} serializedlength:{} lru:0 lru_seconds_idle:{worth}",
+        super::keys::encoding(&value),
+        value.len()
+    );
+    cx.reply().simple(&text);
 }
 
 /// Saves, unless told not to, and loads the file into an empty store.

@@ -34,8 +34,8 @@ impl Watched {
         // An expired key that is not deleted yet counts as deleted; one that had expired before
         // the watch began does not count.
         let has_expired = self.was_there && !is_there;
-        let is_moved = (self.physical != physical || self.watch.is_flushed())
-            && (self.was_there || is_there);
+        let is_moved =
+            (self.physical != physical || self.watch.is_flushed()) && (self.was_there || is_there);
         self.watch.is_changed() || has_expired || is_moved
     }
 }
@@ -99,7 +99,8 @@ fn is_wide<N: Nic>(cx: &Context<'_, Data<N>>, queue: &Queue) -> bool {
         | Id::Debug
         | Id::Hello => true,
         _ => {
-            let call = Call { args: Args::of_queued(queued), command: queued.command, ..call_of(cx) };
+            let call =
+                Call { args: Args::of_queued(queued), command: queued.command, ..call_of(cx) };
             // A database that COPY or MOVE cannot have is an error of that command only.
             keys(&call).iter().any(|(db, _)| usize::from(*db) >= DATABASES)
         }
@@ -142,7 +143,8 @@ fn steps<'a, N: Nic>(
             })
         };
         let cells = firsts.iter().map(&mut number).collect();
-        let (reply, effects) = (Vec::new(), Effects::default());
+        let are_told = cx.server().config.live.notify() != 0;
+        let (reply, effects) = (Vec::new(), Effects::new(are_told));
         steps.push(Some(Step { call, plan, keys, of, cells, reply, effects }));
     }
     steps

@@ -31,9 +31,7 @@ impl Conditions {
             }
         }
         if own.if_none && (own.if_some || own.if_later || own.if_earlier) {
-            return refuse(
-                "ERR NX and XX, GT or LT options at the same time are not compatible",
-            );
+            return refuse("ERR NX and XX, GT or LT options at the same time are not compatible");
         }
         if own.if_later && own.if_earlier {
             return refuse("ERR GT and LT options at the same time are not compatible");
@@ -93,6 +91,7 @@ pub(super) fn persist(_: &Call<'_>, cells: &mut Cells<'_, '_, '_>, out: &mut Out
 /// TTL, PTTL, EXPIRETIME, PEXPIRETIME.
 pub(super) fn ttl(call: &Call<'_>, cells: &mut Cells<'_, '_, '_>, out: &mut Output<'_>) -> Done {
     let cell = cells.at(0);
+    out.note_read(0, cell.exists());
     if !cell.exists() {
         out.integer(-2);
         return Ok(());

@@ -2,7 +2,9 @@
 
 use redis_formats::command::Id;
 use redis_formats::number::parse_i64;
-use redis_formats::rdb::{Compressor, Limits, RdbError, Value, dump as write_dump, restore as read};
+use redis_formats::rdb::{
+    Compressor, Limits, RdbError, Value, dump as write_dump, restore as read,
+};
 
 use super::call::{Call, Cells, Done, NOT_INTEGER, Output, Refusal, SYNTAX, refuse};
 use crate::keyspace::DATABASES;
@@ -32,6 +34,7 @@ pub(super) fn exists(_: &Call<'_>, cells: &mut Cells<'_, '_, '_>, out: &mut Outp
 }
 
 pub(super) fn kind(_: &Call<'_>, cells: &mut Cells<'_, '_, '_>, out: &mut Output<'_>) -> Done {
+    out.note_read(0, cells.at(0).exists());
     out.reply().simple(if cells.at(0).exists() { "string" } else { "none" });
     Ok(())
 }
@@ -45,10 +48,17 @@ pub(super) fn rename(call: &Call<'_>, cells: &mut Cells<'_, '_, '_>, out: &mut O
         let (value, expiry) = (value.to_vec(), cells.at(0).expiry());
         cells.key(1).put(value, expiry);
         cells.key(0).delete();
+        if is_free {
+            out.event(b'n', "new", 1);
+        }
         out.event(b'g', "rename_from", 0);
         out.event(b'g', "rename_to", 1);
     }
-    if only_new { out.boolean(is_free) } else { out.ok() }
+    if only_new {
+        out.boolean(is_free)
+    } else {
+        out.ok()
+    }
     Ok(())
 }
 
@@ -57,9 +67,9 @@ fn database(call: &Call<'_>, at: usize) -> Result<u8, Refusal> {
     let Some(number) = number.filter(|own| i32::try_from(*own).is_ok()) else {
         return match number {
             None => refuse(NOT_INTEGER),
-            Some(_) => refuse(
-                "ERR value is out of range, value must between -2147483648 and 2147483647",
-            ),
+            Some(_) => {
+                refuse("ERR value is out of range, value must between -2147483648 and 2147483647")
+            }
         };
     };
     match u8::try_from(number) {
@@ -132,6 +142,7 @@ pub(super) fn relocate(
             let expiry = cells.at(0).expiry();
             cells.key(1).put(value, expiry);
             cells.key(0).delete();
+            out.event(b'n', "new", 1);
             out.event(b'g', "move_from", 0);
             out.event(b'g', "move_to", 1);
             out.boolean(true);
@@ -141,7 +152,7 @@ pub(super) fn relocate(
 }
 
 /// The encoding that Redis would have chosen.
-fn encoding(value: &[u8]) -> &'static str {
+pub(super) fn encoding(value: &[u8]) -> &'static str {
     /// Longest string that Redis allocates together with its object.
     const EMBEDDED_MAX: usize = 44;
     match () {
@@ -165,7 +176,15 @@ pub(super) fn object_refcount(
     cells: &mut Cells<'_, '_, '_>,
     out: &mut Output<'_>,
 ) -> Done {
-    if cells.at(0).exists() { out.integer(1) } else { out.null() }
+    /// Redis shares its objects of these numbers, and then tells this count.
+    const SHARED: std::ops::Range<i64> = 0..10_000;
+    match cells.at(0).value() {
+        None => out.null(),
+        Some(value) if parse_i64(value).is_some_and(|own| SHARED.contains(&own)) => {
+            out.integer(i32::MAX.into());
+        }
+        Some(_) => out.integer(1),
+    }
     Ok(())
 }
 
@@ -197,6 +216,7 @@ pub(super) fn memory_usage(
 }
 
 pub(super) fn dump(_: &Call<'_>, cells: &mut Cells<'_, '_, '_>, out: &mut Output<'_>) -> Done {
+    out.note_read(0, cells.at(0).exists());
     match cells.at(0).value() {
         None => out.null(),
         Some(value) => {
@@ -268,9 +288,9 @@ pub(super) fn restore(
         Ok(Value::Skipped(kind)) => {
             return Err(format!("ERR Bad data format: this server has no type {kind}").into());
         }
-        Err(
-            RdbError::Version(_) | RdbError::Checksum { .. } | RdbError::Truncated { .. },
-        ) => return refuse("ERR DUMP payload version or checksum are wrong"),
+        Err(RdbError::Version(_) | RdbError::Checksum { .. } | RdbError::Truncated { .. }) => {
+            return refuse("ERR DUMP payload version or checksum are wrong");
+        }
         Err(_) => return refuse("ERR Bad data format"),
     }
     let at = match (ttl, options.is_absolute) {

@@ -47,8 +47,7 @@ impl Lengths {
         for (i, one) in a.iter().enumerate() {
             let (before, now) = rows[i * width..].split_at_mut(width);
             for (j, other) in b.iter().enumerate() {
-                now[j + 1] =
-                    if one == other { before[j] + 1 } else { before[j + 1].max(now[j]) };
+                now[j + 1] = if one == other { before[j] + 1 } else { before[j + 1].max(now[j]) };
             }
         }
         Self { rows, width }

@@ -5,9 +5,9 @@ use kv::{Expiry, Transaction, Update, Wanted};
 use redis_formats::command::bits::flag::WRITE;
 use verbs::Nic;
 
-use super::{Data, whole};
 use super::call::{Call, Cell, Cells, Change, Effects, Output, perform};
 use super::plan::{KeyAt, Plan, cells_of, keys, only_key, plan};
+use super::{Data, whole};
 use crate::context::Context;
 
 impl<'v> Change<'v> {
@@ -80,7 +80,7 @@ async fn execute_inside<N: Nic>(cx: &mut Context<'_, Data<N>>) {
 /// Executes a command with its plan.
 async fn run<N: Nic>(cx: &mut Context<'_, Data<N>>, call: &Call<'_>, plan: Plan) {
     let begin = cx.out.len();
-    let mut effects = Effects::default();
+    let mut effects = Effects::new(cx.server().config.live.notify() != 0);
     loop {
         let result = match only_key(call) {
             Some(index) => run_one(cx, call, plan, index, &mut effects).await,
@@ -129,10 +129,8 @@ pub(super) fn publish<N: Nic>(
         }
     }
     let stats = cx.worker.stats();
-    if !call.command.has(WRITE) {
-        stats.hits.add(effects.hits);
-        stats.misses.add(effects.misses);
-    }
+    stats.hits.add(effects.hits);
+    stats.misses.add(effects.misses);
     stats.changes.add(effects.is_changed.into());
     if effects.is_changed {
         cx.store.state.changes.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
@@ -193,10 +191,8 @@ async fn run_several<'v, N: Nic>(
 ) -> Result<(), kv::Error> {
     let (data, protocol, begin) = (cx.store, cx.session.protocol, cx.out.len());
     let found = keys(call);
-    let named: Vec<(u8, &[u8])> = found
-        .iter()
-        .map(|(db, index)| (data.state.physical(*db), call.args.get(*index)))
-        .collect();
+    let named: Vec<(u8, &[u8])> =
+        found.iter().map(|(db, index)| (data.state.physical(*db), call.args.get(*index))).collect();
     let (of, firsts) = cells_of(&named);
     let out = &mut *cx.out;
     let mut execute = |cells: &mut [Cell<'_, 'v>]| {
@@ -207,10 +203,14 @@ async fn run_several<'v, N: Nic>(
     };
     if !call.command.has(WRITE) && plan.needs_value {
         let names: Vec<&[u8]> = firsts.iter().map(|number| named[*number].1).collect();
-        let values = data.store.get_many(data.state.physical(call.db), &names).await?;
+        let db = data.state.physical(call.db);
+        let values = data.store.get_many(db, &names).await?;
         let mut cells: Vec<Cell<'_, '_>> =
             values.iter().map(|value| Cell::new(value.as_deref(), 0)).collect();
         execute(&mut cells);
+        for (key, value) in names.iter().zip(&values) {
+            data.drop_expired(cx.worker, db, key, value.is_none()).await?;
+        }
         return Ok(());
     }
     let is_read = plan.needs_value || data.state.is_saving();

@@ -48,9 +48,7 @@ impl Target {
         let mut writer = writer.map_err(|cause| error(&cause))?;
         let bits = usize::BITS.to_string();
         let seconds = (now_ms / 1000).to_string();
-        for (name, value) in
-            [("redis-ver", "7.0.15"), ("redis-bits", &bits), ("ctime", &seconds)]
-        {
+        for (name, value) in [("redis-ver", "7.0.15"), ("redis-bits", &bits), ("ctime", &seconds)] {
             writer.aux(name.as_bytes(), value.as_bytes()).map_err(|cause| error(&cause))?;
         }
         Ok(Self { writer, temporary, path })
@@ -224,7 +222,9 @@ impl<N: Nic> Data<N> {
             let Value::String(value) = entry.value else {
                 let Value::Skipped(kind) = entry.value else { continue };
                 let key = String::from_utf8_lossy(entry.key).into_owned();
-                return Err(at(&format!("the key {key:?} has the type {kind}, which is absent here")));
+                return Err(at(&format!(
+                    "the key {key:?} has the type {kind}, which is absent here"
+                )));
             };
             let expiry = match entry.meta.expires_ms {
                 None => Expiry::Never,

@@ -234,7 +234,7 @@ fn put_pairs<'v>(call: &Call<'v>, cells: &mut Cells<'_, '_, 'v>, out: &mut Outpu
 }
 
 fn check_pairs(call: &Call<'_>) -> Done {
-    if call.args.count() % 2 == 0 {
+    if call.args.count().is_multiple_of(2) {
         let text = format!("ERR wrong number of arguments for '{}' command", call.command.name);
         return Err(Cow::Owned(text));
     }

@@ -112,15 +112,14 @@ impl<N: Nic> Data<N> {
     }
 
     /// Deletes expired keys.
-    async fn sweep(&self, worker: &Worker) -> Result<(), kv::Error> {
+    pub(super) async fn sweep(&self, worker: &Worker) -> Result<(), kv::Error> {
         for _ in 0..SWEEPS {
             let server = &worker.server;
             let is_told = server.config.live.notify() != 0;
             let mut tell = |db: u8, key: &[u8]| {
                 server.notify(b'x', "expired", self.state.logical(db), key);
             };
-            let tell: Option<&mut dyn FnMut(u8, &[u8])> =
-                if is_told { Some(&mut tell) } else { None };
+            let tell: Option<kv::Tell<'_>> = if is_told { Some(&mut tell) } else { None };
             let deleted = self.store.sweep_and_tell(SWEEP, tell).await?;
             worker.stats().expired.add(deleted as u64);
             if deleted == 0 {
@@ -217,8 +216,7 @@ impl<N: Nic> Data<N> {
         let mut is_added = false;
         let _rest = worker.rest();
         poll_fn(|cx| {
-            let is_begun =
-                || worker.index == 0 && self.state.is_save_begun.load(Ordering::Acquire);
+            let is_begun = || worker.index == 0 && self.state.is_save_begun.load(Ordering::Acquire);
             if worker.elapsed_ns() >= due || worker.server.is_ending() || is_begun() {
                 return Poll::Ready(());
             }

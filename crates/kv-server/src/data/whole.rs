@@ -18,12 +18,19 @@ use crate::keyspace::{DATABASES, Keyspace};
 /// Executes a command that has no plan. The caller has entered the barrier, or closed it for a
 /// command that [`runs_alone`].
 pub(super) async fn execute<N: Nic>(cx: &mut Context<'_, Data<N>>) {
+    let goes_through = matches!(cx.command.id, Id::Keys | Id::Scan | Id::Randomkey);
+    if goes_through && !cx.server().expires_actively() {
+        // Redis deletes expired keys that such a command meets.
+        if let Err(error) = cx.store.sweep(cx.worker).await {
+            return cx.error(text_of(&error));
+        }
+    }
     match cx.command.id {
         Id::Keys => all_keys(cx).await,
         Id::Scan => scan(cx).await,
         Id::Randomkey => random_key(cx).await,
         Id::Dbsize => {
-            let keys = cx.store.size(cx.session.db).keys;
+            let keys = cx.store.store.len(cx.store.state.physical(cx.session.db));
             cx.reply().integer(keys as i64);
         }
         Id::Flushdb => flush(cx, false).await,
@@ -182,9 +189,8 @@ fn swap<N: Nic>(cx: &mut Context<'_, Data<N>>) {
     let number = |at: usize| parse_i64(cx.args.get(at)).filter(|own| i32::try_from(*own).is_ok());
     let Some(one) = number(1) else { return cx.error("ERR invalid first DB index") };
     let Some(other) = number(2) else { return cx.error("ERR invalid second DB index") };
-    let database = |number: i64| {
-        u8::try_from(number).ok().filter(|own| usize::from(*own) < DATABASES)
-    };
+    let database =
+        |number: i64| u8::try_from(number).ok().filter(|own| usize::from(*own) < DATABASES);
     let (Some(one), Some(other)) = (database(one), database(other)) else {
         return cx.error("ERR DB index is out of range");
     };

@@ -74,9 +74,13 @@ impl Ours {
         let directory = directory(file);
         let config = Config::default();
         let (port, path) = (free_port().to_string(), directory.path().to_str().unwrap().to_owned());
-        for (name, value) in
-            [("port", &*port), ("bind", "127.0.0.1"), ("save", ""), ("dir", &path), ("io-threads", "2")]
-        {
+        for (name, value) in [
+            ("port", &*port),
+            ("bind", "127.0.0.1"),
+            ("save", ""),
+            ("dir", &path),
+            ("io-threads", "2"),
+        ] {
             assert!(config.set_at_start(name, &[value.as_bytes()]).unwrap());
         }
         let settings =
@@ -101,7 +105,7 @@ impl Drop for Ours {
 }
 
 /// A connection.
-struct Client(BufReader<TcpStream>);
+pub struct Client(BufReader<TcpStream>);
 
 impl Client {
     fn new(stream: TcpStream) -> Self {
@@ -110,7 +114,7 @@ impl Client {
         Self(BufReader::new(stream))
     }
 
-    fn ask(&mut self, line: &str) -> Vec<u8> {
+    pub fn ask(&mut self, line: &str) -> Vec<u8> {
         let words = words::split(line.as_bytes()).unwrap();
         let mut request = format!("*{}\r\n", words.len()).into_bytes();
         for word in &words {
@@ -188,6 +192,11 @@ impl Pair {
         self.clients = vec![connect(), connect()];
     }
 
+    /// Another connection to our server.
+    pub fn another(&self) -> Client {
+        Client::new(TcpStream::connect(&self.ours.address).unwrap())
+    }
+
     /// Sends a command to both servers.
     pub fn ask(&mut self, line: &str) -> [Vec<u8>; 2] {
         [0, 1].map(|which| match which == 0 && self.theirs.is_none() {
@@ -203,6 +212,31 @@ impl Pair {
             None => (0, line),
         };
         self.clients[connection][which].as_mut().unwrap().ask(line)
+    }
+
+    /// The messages that the second connection of each server got up to now. The connection is
+    /// subscribed to `done`.
+    pub fn messages(&mut self) -> [Vec<Vec<u8>>; 2] {
+        let _ = self.ask("PUBLISH done x");
+        [0, 1].map(|which| {
+            let client = self.clients[1][which].as_mut().unwrap();
+            let mut messages = Vec::new();
+            loop {
+                let mut message = Vec::new();
+                client.read(&mut message);
+                if message.windows(8).any(|own| own == b"done\r\n$1") {
+                    return messages;
+                }
+                messages.push(message);
+            }
+        })
+    }
+
+    /// The next message of our second connection.
+    pub fn message(&mut self) -> Vec<u8> {
+        let mut message = Vec::new();
+        self.clients[1][1].as_mut().unwrap().read(&mut message);
+        message
     }
 
     /// The files that SAVE has written, copied to places that stay.

@@ -169,8 +169,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         mut change: impl FnMut(Option<u64>) -> Update<'v>,
     ) -> Result<(), Error> {
         let key = self.key(db, key)?;
-        let decide =
-            |current: Option<Current<'_>>| change(current.map(|current| current.expiry));
+        let decide = |current: Option<Current<'_>>| change(current.map(|current| current.expiry));
         self.change(Operation::Set, key, Want::Places, None, decide).await
     }
 

@@ -36,6 +36,7 @@ pub use evict::{Candidates, Eviction};
 pub use read::Pinned;
 pub use scan::{Cursor, Scanned};
 pub use stats::Stats;
+pub use sweep::Tell;
 pub use trips::{Operation, Trips};
 pub use walk::Visited;
 pub use watch::Watch;

@@ -76,12 +76,13 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         Ok(expiry.map(|expiry| Pinned { value, expiry, _pin: pin }))
     }
 
-    /// Tests whether a key is there.
+    /// Tests whether a key is there. The call is no use of the key.
     pub async fn exists(&self, db: u8, key: &[u8]) -> Result<bool, Error> {
         Ok(self.expiry(db, key).await?.is_some())
     }
 
-    /// The expiry of a key in milliseconds since 1970; 0: none. `None`: the key is not there.
+    /// The expiry of a key in milliseconds since 1970; 0: none. `None`: the key is not there. The
+    /// call is no use of the key.
     pub async fn expiry(&self, db: u8, key: &[u8]) -> Result<Option<u64>, Error> {
         let key = self.key(db, key)?;
         let ticket = self.ticket(&key, Hold::Shared);
@@ -89,8 +90,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let trip = self.trip(Operation::Exists);
         let _pin = self.blocks.pin();
         let mut buffer = self.buffers.take();
-        let hit = self.seek(&trip, &key, Want::Presence, &mut buffer).await?;
-        Ok(hit.map(|hit| hit.expiry))
+        let found = self.find(&trip, &key, Want::Presence, &mut buffer).await?;
+        Ok(found.map(|(_, hit)| hit.expiry))
     }
 
     /// What the store has noted of the uses of a key: with [`Measure::Recency`](super::Measure::Recency) the seconds since

@@ -37,6 +37,16 @@ pub struct Stats {
 }
 
 impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
+    /// Number of keys of database `db` that have an expiry. 0 without a mirror.
+    pub fn volatile(&self, db: u8) -> u64 {
+        let tables = self.databases.get(usize::from(db)).map(|own| own.tables());
+        let timed = |table: std::sync::Arc<crate::table::Table>| {
+            let local = table.local.lock();
+            local.mirror.as_ref().map_or(0, |mirror| mirror.expiries.len() as u64)
+        };
+        tables.unwrap_or_default().into_iter().map(timed).sum()
+    }
+
     /// Counts of keys and bytes.
     pub fn stats(&self) -> Stats {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);

@@ -25,6 +25,9 @@ use crate::search::{Buckets, View};
 use crate::table::Entered;
 use crate::ticket::{Hold, Name};
 
+/// Is called with the database and the name of a key that was deleted.
+pub type Tell<'a> = &'a mut dyn FnMut(u8, &[u8]);
+
 /// The keys that will expire.
 #[derive(Debug, Default)]
 pub(super) struct Due(Mutex<BinaryHeap<Reverse<(u64, u8, KeyHash)>>>);
@@ -49,7 +52,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     pub async fn sweep_and_tell(
         &self,
         most: usize,
-        mut tell: Option<&mut dyn FnMut(u8, &[u8])>,
+        mut tell: Option<Tell<'_>>,
     ) -> Result<usize, Error> {
         let mut deleted = 0;
         for _ in 0..most {
