@@ -148,6 +148,7 @@ async fn run_one<N: Nic>(
     let (data, key, protocol) = (cx.store, call.args.get(index), cx.session.protocol);
     let (db, begin) = (data.state.physical(call.db), cx.out.len());
     let out = &mut *cx.out;
+    let mut is_missing = false;
     let mut execute = |value: Option<&[u8]>, expiry| {
         out.truncate(begin);
         effects.clear();
@@ -156,6 +157,7 @@ async fn run_one<N: Nic>(
         let mut output = Output { out: &mut *out, protocol, effects: &mut *effects };
         perform(plan.body, call, &mut cells, &mut output);
         let [cell] = cell;
+        is_missing = value.is_none() && !cell.is_changed();
         if cell.is_changed() {
             data.state.keep_image(&data.store, db, key, value, expiry);
         }
@@ -163,12 +165,15 @@ async fn run_one<N: Nic>(
     };
     let needs_value = plan.needs_value || data.state.is_saving();
     if call.command.has(WRITE) && needs_value {
-        data.store.update(db, key, |value, expiry| execute(value, expiry).into_update()).await
+        let change = |value: Option<&[u8]>, expiry| execute(value, expiry).into_update();
+        data.store.update(db, key, change).await?;
+        data.drop_expired(cx.worker, db, key, is_missing).await
     } else if call.command.has(WRITE) {
         let change = |expiry: Option<u64>| {
             execute(expiry.map(|_| &[][..]), expiry.unwrap_or(0)).into_update()
         };
-        data.store.alter(db, key, change).await
+        data.store.alter(db, key, change).await?;
+        data.drop_expired(cx.worker, db, key, is_missing).await
     } else if plan.needs_value {
         match data.store.get_pinned(db, key).await? {
             Some(value) => execute(Some(&value), value.expiry()),
