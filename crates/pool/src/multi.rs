@@ -297,8 +297,12 @@ impl<N: Nic> MultiPool<N> {
         block_on(self.allocate())
     }
 
-    /// Allocates up to `count` chunks, with several requests in flight at a time. Returns fewer if
-    /// a request fails.
+    /// Allocates up to `count` chunks. With a single memory node, several requests are in flight at
+    /// a time. Returns fewer if a request fails.
+    ///
+    /// A thread can sleep on one CQ only. With requests to several memory nodes in flight,
+    /// `block_on` would start a thread for each CQ, and a caller that serves page faults must not
+    /// wait for a new thread, whose start may fault.
     ///
     /// # Errors
     /// As [`MultiPool::allocate`], if no chunk was allocated.
@@ -306,7 +310,8 @@ impl<N: Nic> MultiPool<N> {
         let requests = (0..count).map(|_| self.allocate());
         let mut error = None;
         let mut granted = Vec::with_capacity(count);
-        for result in block_on(join(requests, IN_FLIGHT)) {
+        let width = if self.nodes.len() == 1 { IN_FLIGHT } else { 1 };
+        for result in block_on(join(requests, width)) {
             match result {
                 Ok(grant) => granted.push(grant),
                 Err(why) => error = error.or(Some(why)),
@@ -318,13 +323,19 @@ impl<N: Nic> MultiPool<N> {
         }
     }
 
-    /// Frees blocks, like [`MultiPool::free`], with several requests in flight at a time.
+    /// Frees blocks, like [`MultiPool::free`], with several requests to one memory node in flight
+    /// at a time. Starts no thread, as [`MultiPool::allocate_many_blocking`].
     ///
     /// # Errors
     /// One for each request that failed.
     pub fn free_many_blocking(&self, placed: &[PlacedGrant]) -> Vec<Error> {
-        let requests = placed.iter().map(|placed| self.free(*placed));
-        block_on(join(requests, IN_FLIGHT)).into_iter().filter_map(Result::err).collect()
+        let mut errors = Vec::new();
+        for node in 0..self.nodes.len() {
+            let here = placed.iter().filter(|placed| placed.node.0 as usize == node);
+            let requests = here.map(|placed| self.free(*placed));
+            errors.extend(block_on(join(requests, IN_FLIGHT)).into_iter().filter_map(Result::err));
+        }
+        errors
     }
 
     /// [`MultiPool::allocate_bytes`], blocking.
