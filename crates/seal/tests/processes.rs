@@ -95,7 +95,7 @@ impl Process {
 const READY: char = '+';
 
 #[test]
-#[ignore = "the other test of this file runs it in processes of their own"]
+#[ignore = "a process that is killed: the other test of this file starts it, in make test too"]
 fn process_of_a_run() {
     let records = std::env::var_os(RECORDS).expect("set by the other test");
     let records = OpenOptions::new().append(true).create(true).open(records).expect("a file");

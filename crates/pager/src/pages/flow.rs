@@ -380,8 +380,8 @@ impl<M: Memory> Pages<M> {
 
     /// Sets victims BUSY, oldest first, and reserves empty positions for them.
     ///
-    /// Asks the policy for no more victims than there are empty positions. A victim that comes back
-    /// for want of a position would count as one that cannot leave.
+    /// Asks the policy for no more victims than there are empty positions. A victim without a
+    /// position would come back, and count as one that cannot leave.
     fn choose(&self, hand: &mut Hand, max: u32) {
         hand.run.clear();
         let mut guard = self.state();

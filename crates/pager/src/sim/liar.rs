@@ -165,7 +165,7 @@ fn in_processes(seeds: Range<u64>, lies: &str) -> Outcomes {
 }
 
 #[test]
-#[ignore = "the other tests of this file run it in processes of their own"]
+#[ignore = "a lie may end its process: the other tests of this file start it, in make test too"]
 fn lying_worlds() {
     let is_sealed = std::env::var(LIES).expect("set by the other tests") == "sealed";
     let mut outcomes = Outcomes::default();

@@ -200,10 +200,10 @@ fn compaction_meets_slots_of_freed_chunks() {
     }
 }
 
-/// With one empty position, victims came back for want of a position. The policy took them for pages
+/// With one empty position, victims without a position came back. The policy took them for pages
 /// that cannot leave, and named the page of the last fault instead, fault after fault.
 #[test]
-fn victims_are_not_returned_for_want_of_a_position() {
+fn victims_are_no_more_than_the_empty_positions() {
     run_seed(Kind::SmallShelf, 11_030).unwrap();
 }
 
