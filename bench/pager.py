@@ -13,6 +13,7 @@ The systems, which run each program by turns:
   zram-lz4       the same with another compressor, where the kernel has it
   file           a memory cgroup with a limit, and swap in a file
   granary        granary run, with a memory node of its own
+  granary-sealed the same with --seal, only if --systems names it
 
 Kernel swap needs root. Without root only plain and granary run. The limit of the cgroup is --local and 1 MiB, because
 granary does not count page tables and stacks. All swap devices and cgroups are made for the run and removed at its end,
@@ -54,7 +55,11 @@ PATTERNS = ["sequential-read", "sequential-write", "sequential-modify", "stride-
             "random-read", "random-modify", "two-threads", "paced-100", "paced-1000", "paced-10000", "paced-100000"]
 WHOLE = ["triad", "k-means", "LU", "sort", "python3"]
 ZRAM, LZ4 = "zram-lzo-rle", "zram-lz4"
-SYSTEMS = ["plain", ZRAM, LZ4, "file", "granary"]
+SEALED = "granary-sealed"
+USUAL = ["plain", ZRAM, LZ4, "file", "granary"]
+SYSTEMS = [*USUAL, SEALED]
+# Systems without the kernel's swap.
+WITHOUT_SWAP = ("plain", "granary", SEALED)
 # Fractions of --memory.
 LU_SHARE, SORT_SHARE, PYTHON_SHARE = 8, 8, 48
 # Memory of a process that the cgroup counts and granary does not.
@@ -219,8 +224,8 @@ class Bench:
         """Runs a job on a system. Returns its records."""
         if system == "plain":
             return job.parse(*run_process(job.command, self.time_limit)[:3])
-        if system == "granary":
-            return self.run_granary(job)
+        if system in ("granary", SEALED):
+            return self.run_granary(job, ["--seal"] if system == SEALED else [])
         self.limit.set(self.local_of(job) + ALLOWANCE)
         size = self.backing(job)
         if system == "file":
@@ -235,10 +240,10 @@ class Bench:
                 self.limit.empty()
         return [{**record, "rescues": len(rescues)} for record in records]
 
-    def run_granary(self, job):
+    def run_granary(self, job, options):
         counters = os.path.join(self.directory, "stats.json")
         command = [self.granary, "run", "--local", str(self.local_of(job)), "--memory",
-                   str(self.backing(job)), "--stats-json", counters, "--", *job.command]
+                   str(self.backing(job)), "--stats-json", counters, *options, "--", *job.command]
         records = job.parse(*run_process(command, self.time_limit)[:3])
         with open(counters) as file:
             records.append({"program": job.name, "stats": json.load(file)})
@@ -341,10 +346,12 @@ def table(numbers, title, programs, systems, name, failed):
                 if any(numbers.of(program, system, name) for system in systems)]
     if not programs:
         return []
-    paged = [system for system in (ZRAM, "granary") if system in systems and "plain" in systems]
+    paged = [system for system in (ZRAM, "granary", SEALED) if system in systems and "plain" in systems]
     zram = next((system for system in (ZRAM, LZ4) if system in systems), None)
     beside = zram and "granary" in systems
+    pairs = [pair for pair in ((SEALED, "granary"), (SEALED, zram)) if all(system in systems for system in pair)]
     heads = ["", *systems, *(f"{system} over plain" for system in paged)]
+    heads += [f"{one} over {other}" for one, other in pairs]
     if beside:
         heads.append(f"granary over {zram}")
         if "plain" in systems and name == "seconds":
@@ -357,6 +364,7 @@ def table(numbers, title, programs, systems, name, failed):
             why = failed.get((system, program if program in WHOLE else "patterns"), "")
             cells.append(cell(list(numbers.of(program, system, name).values()), str(why)))
         cells += [cell(numbers.ratios(program, system, "plain", name)) for system in paged]
+        cells += [cell(numbers.ratios(program, one, other, name)) for one, other in pairs]
         if beside:
             cells.append(cell(numbers.ratios(program, "granary", zram, name)))
             if "plain" in systems and name == "seconds":
@@ -386,7 +394,8 @@ def counter_table(records):
     stats = {}
     for record in records:
         if record.get("stats", {}).get("faults"):
-            stats.setdefault(record["program"], []).append(record["stats"])
+            program = record["program"] + (", sealed" if record.get("system") == SEALED else "")
+            stats.setdefault(program, []).append(record["stats"])
     if not stats:
         return []
     lines = ["**Faults of granary.** Median of the rounds (least to most).", "",
@@ -486,7 +495,7 @@ def parse_arguments(words):
                          help="of a pattern, in address order 8 times as many; default 8192, with --hogs 1024")
     options.add_argument("--programs", type=parse_names(everything), default=everything, metavar="LIST",
                          help=f"from {', '.join(everything)}")
-    options.add_argument("--systems", type=parse_names(SYSTEMS), default=SYSTEMS, metavar="LIST",
+    options.add_argument("--systems", type=parse_names(SYSTEMS), default=USUAL, metavar="LIST",
                          help=f"from {', '.join(SYSTEMS)}")
     options.add_argument("--time-limit", type=float, default=60, metavar="S",
                          help="longest time of one process, in seconds; default 60")
@@ -509,7 +518,7 @@ def main(words):
     args = parse_arguments(words)
     for number in swap.SIGNALS:
         signal.signal(number, interrupt)
-    if args.granary is None and "granary" in args.systems:
+    if args.granary is None and {"granary", SEALED} & set(args.systems):
         if not args.no_build:
             build("granary-cli", "granary-preload")
         args.granary = granary_path()
@@ -521,10 +530,10 @@ def main(words):
             sys.exit("bench/peers: bench/pager.c does not compile; see the compiler's message above")
         bench = Bench(args.memory, args.local, args.granary, directory, args.time_limit)
         systems = args.systems
-        if any(system not in ("plain", "granary") for system in systems):
+        if any(system not in WITHOUT_SWAP for system in systems):
             if why := set_up_limit(bench, undo):
                 print(f"bench/peers: {why}", file=sys.stderr)
-                systems = [system for system in systems if system in ("plain", "granary")]
+                systems = [system for system in systems if system in WITHOUT_SWAP]
         hogs = args.hogs * len(os.sched_getaffinity(0))
         about = describe(bench, args, hogs)
         jobs = jobs_of(bench, args.programs, args.accesses, program)

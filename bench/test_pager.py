@@ -279,6 +279,14 @@ class TestTables(unittest.TestCase):
         self.assertTrue(text.rstrip().endswith("| 0.4 (0.25 to 0.667) | 0.25 (0.1 to 0.5) |"), text)
         self.assertNotIn("zram", pager.tables(self.RECORDS, ["plain", "granary"]))
 
+    def test_sealed_pages_have_columns_of_their_own(self):
+        sealed = [{**record, "system": pager.SEALED, "seconds": 3 * record["seconds"]}
+                  for record in self.RECORDS if record["system"] == "granary"]
+        text = pager.tables([*self.RECORDS, *sealed], ["plain", pager.ZRAM, "granary", pager.SEALED])
+        self.assertIn("| granary-sealed over granary | granary-sealed over zram-lzo-rle |", text)
+        self.assertIn("| 3 (3 to 3) | 1.2 (0.75 to 2) |", text)
+        self.assertNotIn(pager.SEALED, pager.USUAL)
+
     def test_rescues_are_shown(self):
         record = {**self.RECORDS[1], "job": "LU", "rescues": 4}
         self.assertIn("LU on zram-lzo-rle (4 (4 to 4) times)", pager.tables([record], ["plain", pager.ZRAM]))

@@ -13,7 +13,7 @@ use super::{FRAMES_OF, PoolTransport, gone, not_allocated};
 use crate::sys::PAGE_BYTES;
 use crate::transport::{ChunkHandle, Direction, PageIo, TransportError};
 
-/// Requests in flight at a time.
+/// Requests in flight at a time to a single memory node.
 const IN_FLIGHT: usize = 16;
 
 impl<N: Nic> PoolTransport<N> {
@@ -32,7 +32,9 @@ impl<N: Nic> PoolTransport<N> {
         }
     }
 
-    /// Moves pages, and waits for them.
+    /// Moves pages, and waits for them. With several memory nodes one request is in flight at a
+    /// time: `block_on` would start a thread for each further CQ, and the start of a thread may
+    /// fault while the fault handler waits for it.
     pub(super) fn move_by_requests(
         &self,
         direction: Direction,
@@ -56,7 +58,8 @@ impl<N: Nic> PoolTransport<N> {
                 Ok(())
             }
         });
-        let done = block_on(join(requests, IN_FLIGHT));
+        let width = if pools.len() == 1 { IN_FLIGHT } else { 1 };
+        let done = block_on(join(requests, width));
         done.into_iter().collect::<Result<(), pool::Error>>().map_err(gone)
     }
 }
