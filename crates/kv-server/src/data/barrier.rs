@@ -37,14 +37,13 @@ pub(crate) struct Alone<'a>(&'a Barrier);
 impl Barrier {
     /// Waits until no command runs alone.
     pub async fn enter(&self, thread: usize) -> Shared<'_> {
-        let counter = thread % COUNTERS;
         poll_fn(|cx| {
-            if let Some(shared) = self.try_enter(counter) {
+            if let Some(shared) = self.try_enter(thread) {
                 return Poll::Ready(shared);
             }
             self.register(cx);
             // The barrier may have opened before the waker was registered.
-            match self.try_enter(counter) {
+            match self.try_enter(thread) {
                 Some(shared) => Poll::Ready(shared),
                 None => Poll::Pending,
             }
@@ -52,7 +51,12 @@ impl Barrier {
         .await
     }
 
-    fn try_enter(&self, counter: usize) -> Option<Shared<'_>> {
+    fn try_enter(&self, thread: usize) -> Option<Shared<'_>> {
+        // A try that is taken back wakes all that wait, this task too, which would then spin.
+        if self.is_closed.load(Ordering::SeqCst) {
+            return None;
+        }
+        let counter = thread % COUNTERS;
         self.inside[counter].0.fetch_add(1, Ordering::SeqCst);
         let shared = Shared { barrier: self, counter };
         (!self.is_closed.load(Ordering::SeqCst)).then_some(shared)
@@ -111,8 +115,20 @@ impl Drop for Alone<'_> {
 #[cfg(test)]
 mod tests {
     use std::pin::pin;
+    use std::sync::Arc;
+    use std::task::Wake;
 
     use super::*;
+
+    /// Counts wake-ups.
+    #[derive(Default)]
+    struct Bell(AtomicUsize);
+
+    impl Wake for Bell {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
 
     fn is_ready<F: Future>(future: std::pin::Pin<&mut F>) -> bool {
         future.poll(&mut Context::from_waker(Waker::noop())).is_ready()
@@ -126,7 +142,10 @@ mod tests {
         assert!(one.is_some() && two.is_some());
         let mut alone = Box::pin(barrier.close());
         assert!(!is_ready(alone.as_mut()));
-        assert!(!is_ready(pin!(barrier.enter(3))));
+        let bell = Arc::new(Bell::default());
+        let mut late = pin!(barrier.enter(3));
+        assert!(late.as_mut().poll(&mut Context::from_waker(&bell.clone().into())).is_pending());
+        assert_eq!(bell.0.load(Ordering::SeqCst), 0, "a task that waits does not wake itself");
         drop(one);
         assert!(!is_ready(alone.as_mut()));
         drop(two);
