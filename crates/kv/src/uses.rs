@@ -88,7 +88,7 @@ impl Uses {
         i64::from(self.values[slot]) - since
     }
 
-    /// What is told of a key: seconds since its last use, or its count.
+    /// Returns the seconds since the last use of a key, or its count.
     pub fn told(&self, slot: usize, measure: Measure, now: u64) -> u64 {
         let worth = self.worth(slot, measure, now);
         match measure {

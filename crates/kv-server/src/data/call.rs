@@ -62,7 +62,7 @@ impl<'v> Call<'v> {
     }
 }
 
-/// What a command leaves of a key.
+/// The state in which a command leaves a key.
 #[derive(Debug)]
 pub(super) enum Change<'v> {
     None,

@@ -232,7 +232,7 @@ impl<N: Nic> Data<N> {
         .await;
     }
 
-    /// Saves before the end, if `save` or, without it, the configuration says so.
+    /// Saves before the end if `save` is true, or else if the configuration has save points.
     pub(crate) async fn finish(&self, worker: &Worker, save: Option<bool>) -> Result<(), String> {
         let is_wanted = save.unwrap_or_else(|| !points(&worker.server).is_empty());
         if !is_wanted || worker.server.is_loading() {

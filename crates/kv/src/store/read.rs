@@ -94,9 +94,11 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         Ok(found.map(|(_, hit)| hit.expiry))
     }
 
-    /// What the store has noted of the uses of a key: with [`Measure::Recency`](super::Measure::Recency) the seconds since
-    /// the last use, in steps of 8, with [`Measure::Frequency`](super::Measure::Frequency) the logarithmic count. The call is
-    /// no use. `None`: the key is not there.
+    /// Returns the measure of a key's uses, for OBJECT IDLETIME and OBJECT FREQ.
+    ///
+    /// With [`Measure::Recency`](super::Measure::Recency) the seconds since the last use, in steps
+    /// of 8; with [`Measure::Frequency`](super::Measure::Frequency) the logarithmic count. The call
+    /// is no use. `None`: the key is not there.
     pub async fn worth(&self, db: u8, key: &[u8]) -> Result<Option<u64>, Error> {
         let key = self.key(db, key)?;
         let ticket = self.ticket(&key, Hold::Shared);
