@@ -38,19 +38,26 @@ pub struct Theirs {
 impl Theirs {
     /// Starts redis-server, if there is one.
     pub fn start(file: Option<&Path>) -> Option<Self> {
-        let (port, directory) = (free_port(), directory(file));
+        // Another program may take the port before redis-server does, which then ends.
+        (0..20).find_map(|_| Self::start_at(free_port(), directory(file)).transpose())?.ok()
+    }
+
+    /// Starts redis-server at a port. Returns `None` if the port is taken.
+    fn start_at(port: u16, directory: tempfile::TempDir) -> std::io::Result<Option<Self>> {
         let process = Command::new("redis-server")
             .args(["--port", &port.to_string(), "--save", "", "--dir"])
             .arg(directory.path())
             .stdout(Stdio::null())
-            .spawn()
-            .ok()?;
-        let theirs = Self { process, port, directory };
+            .spawn()?;
+        let mut theirs = Self { process, port, directory };
         // The server listens only once its process has started.
         while TcpStream::connect(("127.0.0.1", port)).is_err() {
+            if theirs.process.try_wait()?.is_some() {
+                return Ok(None);
+            }
             std::thread::yield_now();
         }
-        Some(theirs)
+        Ok(theirs.process.try_wait()?.is_none().then_some(theirs))
     }
 }
 
