@@ -279,8 +279,12 @@ impl LinuxMemory {
                 Some(libc::EINVAL) => self.not_movable(source, count, |part| {
                     self.copy_out(source, target, part, &mut tries)
                 }),
-                // The content of a position that is not empty would be lost.
-                Some(libc::EEXIST) => fatal(WHAT, &error),
+                // A page of zeros keeps no position, so no content is lost with these zeros.
+                Some(libc::EEXIST) if tries < TRIES && self.discard_zeros(target, count) => {
+                    tries += 1;
+                    Step::Again
+                }
+                Some(libc::EEXIST) => fatal(&format!("{WHAT}: a position holds a page"), &error),
                 _ => self.refused(WHAT, &error, count, &mut tries),
             }
         })
@@ -420,6 +424,19 @@ impl LinuxMemory {
             // Linux before 5.14 does not know the advice.
             (start..start + len).step_by(PAGE_BYTES).for_each(touch);
         }
+    }
+
+    /// Frees the memory of positions that hold nothing but zeros. Returns false, and frees nothing,
+    /// if one holds anything else.
+    fn discard_zeros(&self, start: usize, pages: u32) -> bool {
+        let first = start as *const u64;
+        // SAFETY: the caller has reserved the positions; one without memory reads as zeros.
+        let is_zero = |index| unsafe { first.add(index).read_volatile() } == 0;
+        let are_zero = (0..bytes(pages) / 8).all(is_zero);
+        if are_zero {
+            self.discard_pages(start, bytes(pages));
+        }
+        are_zero
     }
 
     fn discard_pages(&self, start: usize, len: usize) {

@@ -149,6 +149,20 @@ fn run_returns_with_its_content() {
 }
 
 #[test]
+fn stray_zeros_at_positions_are_no_obstacle() {
+    in_both_ways(|f| {
+        f.fill(1, 8);
+        assert_eq!(f.position(6), 0, "the read maps a page of zeros");
+        assert_eq!(f.present_positions(5, 8), 1);
+        assert_eq!(f.take_out(1, 5, 8), done(8));
+        assert_eq!(
+            (5..13).map(|at| f.position(at)).collect::<Vec<_>>(),
+            (1..9).collect::<Vec<_>>()
+        );
+    });
+}
+
+#[test]
 fn page_dropped_by_the_program_becomes_zeros() {
     in_both_ways(|f| {
         f.fill(1, 4);
