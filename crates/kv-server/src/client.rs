@@ -210,6 +210,11 @@ impl Client {
         self.output.store(output, Ordering::Relaxed);
     }
 
+    /// Notes the bytes of the input that no command has used yet, those of the present one included.
+    pub(crate) fn note_input(&self, bytes: usize) {
+        self.input.store(bytes, Ordering::Relaxed);
+    }
+
     pub(crate) fn set_db(&self, db: u8) {
         self.db.store(db.into(), Ordering::Relaxed);
     }

@@ -143,6 +143,7 @@ impl<K: Keyspace> Connection<K> {
             };
             match parsed {
                 Ok(Some(used)) => {
+                    self.client().note_input(self.input.len() - self.begin);
                     self.execute().await;
                     self.begin += used;
                     self.large.clear();

@@ -39,22 +39,27 @@ pub(crate) async fn execute<K: Keyspace>(request: Request<'_, K>) {
         session.suppress = Suppress::This;
     }
     let begin = out.len();
+    let mut is_message = false;
     match lookup(&args) {
         Err(refusal) => refuse(&refusal, &args, out, session, worker),
         Ok(command) => {
             session.client.note_command(command, worker.now_ms());
             let mut context = Context { command, args, out, session, watches, worker, store };
             admit(&mut context).await;
+            is_message = is_confirmed_by_message(command.id) && out.get(begin) != Some(&b'-');
         }
     }
-    match session.suppress {
-        Suppress::No | Suppress::Next => {}
-        Suppress::All => out.truncate(begin),
-        Suppress::This => {
-            out.truncate(begin);
-            session.suppress = Suppress::No;
-        }
+    if matches!(session.suppress, Suppress::All | Suppress::This) && !is_message {
+        out.truncate(begin);
     }
+    if session.suppress == Suppress::This {
+        session.suppress = Suppress::No;
+    }
+}
+
+/// Commands whose reply is a message of publish and subscribe, which CLIENT REPLY does not suppress.
+fn is_confirmed_by_message(id: Id) -> bool {
+    matches!(id, Id::Subscribe | Id::Psubscribe | Id::Unsubscribe | Id::Punsubscribe)
 }
 
 /// Replies to a request that names no command, or has a wrong number of arguments.
@@ -291,7 +296,6 @@ fn queue<K: Keyspace>(context: &mut Context<'_, K>) {
 
 async fn exec<K: Keyspace>(context: &mut Context<'_, K>) {
     let (start, begin) = (context.worker.elapsed_ns(), context.out.len());
-    show(context);
     match context.session.take_queue() {
         None => context.error("ERR EXEC without MULTI"),
         Some(queue) if queue.is_broken => {
@@ -305,6 +309,7 @@ async fn exec<K: Keyspace>(context: &mut Context<'_, K>) {
             context.store.unwatch(context.watches);
         }
     }
+    show(context);
     settle(context, begin, start);
 }
 
@@ -312,14 +317,16 @@ async fn exec<K: Keyspace>(context: &mut Context<'_, K>) {
 /// each command of a transaction.
 pub async fn execute_one<K: Keyspace>(context: &mut Context<'_, K>) {
     let (start, begin) = (context.worker.elapsed_ns(), context.out.len());
-    show(context);
     match check_in_exec(context) {
         Err(denied) => {
             let mut text = Vec::new();
             denied.text(context.command, &mut text);
             context.error(text);
         }
-        Ok(()) => commands::execute(context).await,
+        Ok(()) => {
+            commands::execute(context).await;
+            show(context);
+        }
     }
     settle(context, begin, start);
 }
@@ -329,7 +336,7 @@ fn check_in_exec<K: Keyspace>(context: &mut Context<'_, K>) -> Result<(), Denied
     if context.session.in_exec { check_rights(context) } else { Ok(()) }
 }
 
-/// Shows the command to MONITOR.
+/// Shows an executed command to MONITOR: the commands of a transaction before EXEC, as Redis does.
 fn show<K: Keyspace>(context: &Context<'_, K>) {
     let server = context.server();
     if server.monitors.is_any() && !context.command.has(SKIP_MONITOR | ADMIN) {

@@ -157,6 +157,14 @@ fn monitor_sees_commands_without_secrets() {
     let set = one.reply();
     assert!(set.contains(" [0 127.0.0.1:") && set.ends_with("\"set\" \"k\" \"a\\nb\""), "{set}");
     assert!(one.reply().ends_with("\"get\" \"k\""), "CONFIG is not shown");
+    for command in ["multi", "set k 1", "exec"] {
+        two.ask(command);
+    }
+    for word in ["multi", "set", "exec"] {
+        let line = one.reply();
+        assert!(line.contains(&format!("] \"{word}\"")), "{line}");
+    }
+    assert_eq!(one.ask("reset"), "RESET");
 }
 
 #[test]
@@ -216,6 +224,44 @@ fn replies_are_suppressed_on_demand() {
     assert_eq!(client.reply(), "1");
     client.send("client reply skip\r\nset a 2\r\nget a\r\n");
     assert_eq!(client.reply(), "2");
+}
+
+#[test]
+fn messages_are_not_suppressed() {
+    let server = start(&[]);
+    let (mut one, mut two) = (server.connect(), server.connect());
+    one.ask("hello 3");
+    one.send("client reply off\r\nsubscribe a\r\npsubscribe a*\r\nset k 1\r\n");
+    assert_eq!(one.reply(), "[subscribe a 1]");
+    assert_eq!(one.reply(), "[psubscribe a* 2]");
+    assert_eq!(two.ask("publish a x"), "2");
+    assert_eq!(one.reply(), "[message a x]");
+    assert_eq!(one.reply(), "[pmessage a* a x]");
+    one.send("client reply skip\r\nunsubscribe a\r\nclient reply on\r\nget k\r\n");
+    assert_eq!(one.reply(), "[unsubscribe a 1]");
+    assert_eq!(one.reply(), "OK");
+    assert_eq!(one.reply(), "1");
+}
+
+#[test]
+fn own_request_is_in_the_query_buffer() {
+    let server = start(&[]);
+    let mut one = server.connect();
+    for (subcommand, bytes) in [("LIST", 26), ("INFO", 26)] {
+        one.command(&[b"CLIENT", subcommand.as_bytes()]);
+        let line = one.reply();
+        assert!(line.contains(&format!(" qbuf={bytes} ")), "{line}");
+    }
+}
+
+#[test]
+fn parameters_of_the_start_accept_their_own_values() {
+    let server = start(&[]);
+    let mut one = server.connect();
+    assert_eq!(one.ask("config set bind 127.0.0.1"), "OK");
+    let refused = "possibly related to argument 'bind') - can't set immutable config";
+    assert!(one.ask("config set bind 127.0.0.2").contains(refused));
+    assert!(one.ask("config set databases 16").contains("can't set immutable config"));
 }
 
 #[test]

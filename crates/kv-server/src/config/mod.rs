@@ -261,7 +261,11 @@ impl Config {
             }
             let old = self.values.read()[at].clone();
             let value = check::check(&PARAMETERS[at], &[value], &old);
-            new.push((at, value.map_err(|why| refuse(name, &why))?));
+            let value = value.map_err(|why| refuse(name, &why))?;
+            if PARAMETERS[at].used == Use::Kept && value != old {
+                return Err(refuse(name, "can't set immutable config"));
+            }
+            new.push((at, value));
         }
         let names = new.iter().map(|(at, _)| PARAMETERS[*at].name).collect();
         let mut values = self.values.write();

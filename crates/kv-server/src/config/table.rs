@@ -24,8 +24,11 @@ pub(crate) enum Kind {
 pub(crate) enum Use {
     /// A change takes effect at once.
     Live,
-    /// The value at the start holds.
+    /// The value at the start holds, also in Redis.
     Start,
+    /// The value at the start holds. Redis changes it while it runs, so CONFIG SET accepts the value
+    /// that holds: programs set again what CONFIG GET has told them.
+    Kept,
     /// As `Start`; CONFIG SET needs `enable-protected-configs`.
     Protected,
     /// The value has no effect: the server has not what the parameter is about.
@@ -51,7 +54,7 @@ const fn named(parameter: Parameter, alias: &'static str) -> Parameter {
 }
 
 use Kind::{Checked, Memory, Number, Only, Switch, Text, Word};
-use Use::{Live, Protected, Start, Unused};
+use Use::{Kept, Live, Protected, Start, Unused};
 
 const INT: i64 = i32::MAX as i64;
 const LONG: i64 = i64::MAX;
@@ -79,9 +82,9 @@ const WHERE: &[&str] = &["no", "yes", "local"];
 #[rustfmt::skip]
 pub(crate) static PARAMETERS: &[Parameter] = &[
     // Network.
-    row("bind", Checked, "127.0.0.1 -::1", Start),
-    row("port", Number(0, 65_535), "6379", Start),
-    row("tls-port", Number(0, 65_535), "0", Start),
+    row("bind", Checked, "127.0.0.1 -::1", Kept),
+    row("port", Number(0, 65_535), "6379", Kept),
+    row("tls-port", Number(0, 65_535), "0", Kept),
     row("unixsocket", Text, "", Start),
     row("unixsocketperm", Checked, "0", Start),
     row("tcp-backlog", Number(0, INT), "511", Start),
@@ -98,13 +101,13 @@ pub(crate) static PARAMETERS: &[Parameter] = &[
     row("socket-mark-id", Number(0, u32::MAX as i64), "0", Unused),
     row("bind-source-addr", Text, "", Unused),
     // TLS.
-    row("tls-cert-file", Text, "", Start),
-    row("tls-key-file", Text, "", Start),
-    row("tls-key-file-pass", Only(NO_PASSPHRASE), "", Start),
-    row("tls-ca-cert-file", Text, "", Start),
-    row("tls-ca-cert-dir", Only("argument must be empty: use tls-ca-cert-file"), "", Start),
-    row("tls-auth-clients", Word(&["yes", "no", "optional"]), "yes", Start),
-    row("tls-protocols", Checked, "", Start),
+    row("tls-cert-file", Text, "", Kept),
+    row("tls-key-file", Text, "", Kept),
+    row("tls-key-file-pass", Only(NO_PASSPHRASE), "", Kept),
+    row("tls-ca-cert-file", Text, "", Kept),
+    row("tls-ca-cert-dir", Only("argument must be empty: use tls-ca-cert-file"), "", Kept),
+    row("tls-auth-clients", Word(&["yes", "no", "optional"]), "yes", Kept),
+    row("tls-protocols", Checked, "", Kept),
     row("tls-ciphers", Text, "", Unused),
     row("tls-ciphersuites", Text, "", Unused),
     row("tls-prefer-server-ciphers", Switch, "no", Unused),
