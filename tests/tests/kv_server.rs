@@ -107,6 +107,49 @@ fn sigterm_and_shutdown_end_the_server_in_order() -> Result<()> {
     Ok(())
 }
 
+/// Values are on two memory nodes, and the second one is killed.
+#[test]
+fn values_outlive_another_memory_node() -> Result<()> {
+    const KEYS: usize = 400;
+    let small = ["--memory", "16MiB", "--chunk", "16KiB"];
+    let (first, second) =
+        (MemoryNode::start("kv-first", &small)?, MemoryNode::start("kv-second", &small)?);
+    let pools = [&first, &second].map(|node| format!("shm:{}", node.socket.display()));
+    let server = Server::start(&["--pool", &pools[0], "--pool", &pools[1]])?;
+    let mut connection = server.connect()?;
+    for key in 0..KEYS {
+        assert_eq!(connection.ask(&format!("SET key:{key} value-{key}"))?, "+OK");
+    }
+    let info = server.run("redis-cli", &["INFO", "pool"])?;
+    ensure!(info.contains("pool_nodes:2\r\npool_nodes_gone:0"), "{info}");
+    drop(second);
+
+    let mut there = 0;
+    for key in 0..KEYS {
+        match connection.ask(&format!("GET key:{key}"))?.as_str() {
+            "$-1" => {}
+            _ => {
+                assert_eq!(connection.line()?, format!("value-{key}"));
+                there += 1;
+            }
+        }
+    }
+    ensure!((KEYS / 4..3 * KEYS / 4).contains(&there), "{there} of {KEYS} keys are left");
+    // The work in the background deletes the lost keys.
+    let start = std::time::Instant::now();
+    while connection.ask("DBSIZE")? != format!(":{there}") {
+        ensure!(start.elapsed() < PATIENCE, "{} keys", connection.ask("DBSIZE")?);
+    }
+    let info = server.run("redis-cli", &["INFO", "pool"])?;
+    ensure!(info.contains("pool_nodes_gone:1"), "{info}");
+    ensure!(info.contains(&format!("store_keys_gone:{}", KEYS - there)), "{info}");
+    for key in 0..KEYS {
+        assert_eq!(connection.ask(&format!("SET key:{key} again"))?, "+OK");
+    }
+    assert_eq!(connection.ask("DBSIZE")?, format!(":{KEYS}"));
+    Ok(())
+}
+
 #[test]
 fn store_in_another_process_gives_its_memory_back() -> Result<()> {
     let node = MemoryNode::start("kv", &["--memory", "16MiB", "--chunk", "16KiB"])?;

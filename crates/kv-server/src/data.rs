@@ -66,15 +66,29 @@ impl<N: Nic> Data<N> {
     ///
     /// The scheme of the pool has no chunks below a block, or the pool is full.
     pub fn create(pool: Pool<N>, heap: heap::Settings, settings: Settings) -> Result<Self, Error> {
-        if pool.first_chunk().is_none() {
+        Self::create_over(vec![pool], heap, settings)
+    }
+
+    /// Creates an empty store in several pools, each of one memory node: the index in the first
+    /// one, values in all of them.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Data::create`], and if the chunks of the pools differ in length.
+    pub fn create_over(
+        pools: Vec<Pool<N>>,
+        heap: heap::Settings,
+        settings: Settings,
+    ) -> Result<Self, Error> {
+        if pools.iter().any(|pool| pool.first_chunk().is_none()) {
             return Err(Error::Scheme);
         }
-        let memory = PoolMemory::new(pool, 0, heap)?;
+        let memory = PoolMemory::over(pools, heap)?;
         let store = Store::create_blocking(memory.clone(), memory.clone(), System, settings)?;
         Ok(Self { store, memory, state: State::default() })
     }
 
-    /// The pool.
+    /// The pool of the first memory node.
     pub fn pool(&self) -> &Pool<N> {
         self.memory.pool()
     }
@@ -112,11 +126,11 @@ impl<N: Nic> Keyspace for Data<N> {
     }
 
     fn poll(&self) -> usize {
-        self.memory.pool().poll()
+        self.memory.poll()
     }
 
     fn park(&self, limit: Duration) {
-        self.memory.pool().park(limit);
+        self.memory.park(limit);
     }
 
     fn size(&self, db: u8) -> Size {
@@ -145,6 +159,8 @@ impl<N: Nic> Keyspace for Data<N> {
         let (stats, pool) = (self.store.stats(), self.memory.pool());
         let fact = |name, value: u64| Fact { name, value: value.to_string() };
         vec![
+            fact("pool_nodes", self.memory.pools().count() as u64),
+            fact("pool_nodes_gone", stats.gone_nodes.into()),
             Fact { name: "pool_scheme", value: pool.scheme().to_string() },
             fact("pool_chunk_bytes", pool.chunk_bytes()),
             fact("pool_chunks_held", stats.usage.chunks),
@@ -155,6 +171,7 @@ impl<N: Nic> Keyspace for Data<N> {
             fact("store_index_bytes", stats.index_bytes),
             fact("store_subtables", stats.tables),
             fact("store_blocks_moved", stats.moved),
+            fact("store_keys_gone", stats.gone),
             fact("store_generation", self.store.generation()),
         ]
     }

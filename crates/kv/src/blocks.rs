@@ -43,6 +43,30 @@ pub trait Blocks {
     /// Allocates a block of at least `bytes` in `stripe`.
     fn allocate(&self, stripe: u32, bytes: u32) -> impl Future<Output = Result<Place, NoBlock>>;
 
+    /// Allocates a block of a value. Only the blocks of values may lie on other memory nodes than
+    /// the index. `spread` is the same for all blocks of a key: it chooses the memory node, as long
+    /// as this has room.
+    fn allocate_value(
+        &self,
+        stripe: u32,
+        spread: u64,
+        bytes: u32,
+    ) -> impl Future<Output = Result<Place, NoBlock>> {
+        let _ = spread;
+        self.allocate(stripe, bytes)
+    }
+
+    /// Returns true if the memory node of `place` is gone, with all its blocks.
+    fn is_gone(&self, place: Place) -> bool {
+        let _ = place;
+        false
+    }
+
+    /// Returns the number of memory nodes that are gone.
+    fn gone_nodes(&self) -> u32 {
+        0
+    }
+
     /// Frees a block that no word in remote memory has named.
     fn release(&self, place: Place);
 

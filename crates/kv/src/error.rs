@@ -63,6 +63,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// True if a memory node with values is gone, and another attempt does without it.
+    pub(crate) fn is_gone(&self) -> bool {
+        matches!(self, Self::Stopped(Stopped::Gone { .. }))
+    }
+
     pub(crate) fn malformed(at: Address) -> impl Fn(Malformed) -> Self {
         move |what| Self::Malformed { at, what }
     }

@@ -73,6 +73,17 @@ pub enum Stopped {
     /// The memory node refused an access: another compute node owns the memory now.
     #[error("accessing remote memory: access refused: {0}; open the store again")]
     Refused(String),
+    /// A memory node that has only blocks of values is gone. [`Blocks::is_gone`] holds for its
+    /// places from now on.
+    ///
+    /// [`Blocks::is_gone`]: crate::blocks::Blocks::is_gone
+    #[error("accessing a value: memory node {node} is gone, with the values on it: {why}")]
+    Gone {
+        /// Number of the memory node in places.
+        node: u8,
+        /// The error of the connection.
+        why: String,
+    },
     /// The connection broke. A verb that was posted may or may not have taken effect.
     #[error("accessing remote memory: the connection broke: {0}; connect and open the store again")]
     Lost(String),

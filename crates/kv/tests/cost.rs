@@ -55,7 +55,7 @@ fn cost_of_operations() {
         let place = heap::Place::from_raw(store.root().bits()).unwrap();
         let (grant, offset) = heap.locate(place).unwrap();
         let mut bytes = [0; 1000];
-        pool.read_blocking(&grant, offset, &mut bytes).unwrap();
+        pool.read_blocking(&grant.grant, offset, &mut bytes).unwrap();
     });
     println!("splits: {:?}", store.trips(Operation::Split));
 }

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use heap::PoolChunks;
 use kv::environment::System;
 use kv::pooled::PoolMemory;
 use kv::{Expiry, Form, SetOptions, Settings, Store, Wanted};
@@ -51,10 +50,10 @@ fn check(store: &PoolStore, keys: std::ops::Range<u32>) {
 
 /// All chunks of the heap that have blocks.
 fn chunks(memory: &PoolMemory) -> Vec<Grant> {
-    let heap: &heap::Heap<PoolChunks> = memory.heap().unwrap();
+    let heap: &heap::Heap<kv::pooled::Nodes> = memory.heap().unwrap();
     let groups = (0..GROUPS).map(GroupId);
     let used = groups.flat_map(|group| heap.sparse(group, 1.0, usize::MAX).unwrap());
-    used.map(|chunk| heap.locate(chunk.place).unwrap().0).collect()
+    used.map(|chunk| heap.locate(chunk.place).unwrap().0.grant).collect()
 }
 
 #[test]

@@ -80,9 +80,10 @@ pub struct Kv {
     #[arg(long, value_name = "THREADS")]
     threads: Option<u16>,
 
-    /// Memory node: shm:PATH or roce://HOST[:PORT] [default: one in this process]
+    /// Memory node: shm:PATH or roce://HOST[:PORT] [default: one in this process]. May be given
+    /// several times: the first memory node has the index, and values are on all of them
     #[arg(long, value_name = "POOL", conflicts_with_all = ["memory", "chunk"])]
-    pool: Option<PoolAddress>,
+    pool: Vec<PoolAddress>,
 
     #[command(flatten)]
     token: TokenFile,
@@ -115,6 +116,7 @@ Examples:
   granary kv
   granary kv --port 7000 --memory 8GiB --maxmemory 7gb --maxmemory-policy allkeys-lfu
   granary kv --pool shm:/run/granary.sock --threads 2
+  granary kv --pool roce://first --pool roce://second --token-file token
   granary kv /etc/redis/redis.conf --metrics 9466
   redis-cli -p 6379 set greeting hello";
 
@@ -145,14 +147,14 @@ impl Kv {
         fit_clients(&setup.config)?;
         // Block the signals before threads start, so that no thread receives one.
         let signals = Signals::to_stop().context("wait for signals")?;
-        let pool = self.open_pool(threads)?;
-        let groups = pool.groups().clamp(1, GROUPS_MAX);
+        let pools = self.open_pools(threads)?;
+        let groups = pools.first().map_or(1, Pool::groups).clamp(1, GROUPS_MAX);
         let settings = kv::Settings {
             mirror: !self.no_index_cache,
             stripe_bits: groups.ilog2() as u8,
             ..kv::Settings::default()
         };
-        let data = Arc::new(Data::create(pool, heap::Settings::default(), settings)?);
+        let data = Arc::new(Data::create_over(pools, heap::Settings::default(), settings)?);
         let survival = self.survival(&setup.config);
         let running = setup.start(data.clone())?;
         let (server, store) = (running.server().clone(), data.clone());
@@ -225,24 +227,28 @@ impl Kv {
         Ok(Setup { config, ignored, file })
     }
 
-    fn open_pool(&self, threads: u16) -> anyhow::Result<Pool> {
+    fn open_pools(&self, threads: u16) -> anyhow::Result<Vec<Pool>> {
         let groups = Some(threads.next_power_of_two().min(GROUPS_MAX));
         let options = Options { groups, send_blocks: SEND_BLOCKS, ..Options::default() };
-        if let Some(pool) = self.pool.clone() {
-            let pool = pool.with_token(self.token.token_file.as_deref(), "kv")?;
-            return Ok(pool.node("kv")?.connect(options)?);
+        if !self.pool.is_empty() {
+            let connect = |pool: &PoolAddress| {
+                let pool = pool.clone().with_token(self.token.token_file.as_deref(), "kv")?;
+                Ok(pool.node("kv")?.connect(options.clone())?)
+            };
+            return self.pool.iter().map(connect).collect();
         }
         let donation = Donation { memory: self.memory, chunk: Some(self.chunk) };
         donation.check(schemes::ONESIDEDMW, "kv")?;
         let node = EmbeddedNode::start(&donation.settings(schemes::ONESIDEDMW))?;
-        Ok(Pool::embedded_in(&Arc::new(node), options)?)
+        Ok(vec![Pool::embedded_in(&Arc::new(node), options)?])
     }
 
     fn pool_name(&self) -> String {
-        match &self.pool {
-            Some(pool) => pool.to_string(),
-            None => format!("embedded, {}", self.memory),
+        if self.pool.is_empty() {
+            return format!("embedded, {}", self.memory);
         }
+        let names: Vec<_> = self.pool.iter().map(ToString::to_string).collect();
+        names.join(", ")
     }
 
     /// What survives which failure, on one line.
@@ -252,9 +258,13 @@ impl Kv {
             "" => format!("SAVE, BGSAVE and SHUTDOWN SAVE write {file}"),
             points => format!("{file} is written by SAVE, BGSAVE and after {points}"),
         };
+        let nodes = match self.pool.len() {
+            0 | 1 => "",
+            _ => "; a memory node other than the first that ends takes its values along",
+        };
         format!(
-            "the data lives as long as this process; a restart loads the file if there is one; \
-             {saves}"
+            "the data lives as long as this process{nodes}; a restart loads the file if there is \
+             one; {saves}"
         )
     }
 }

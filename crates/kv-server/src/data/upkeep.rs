@@ -162,7 +162,23 @@ impl<N: Nic> Data<N> {
         }
     }
 
+    /// Deletes the keys whose values were on a memory node that is gone.
+    async fn forget_gone(&self) -> Result<(), kv::Error> {
+        let keys = self.store.forget_gone().await?;
+        if keys > 0 {
+            self.state.changes.fetch_add(keys, Ordering::Relaxed);
+            tracing::error!(
+                keys,
+                nodes = self.store.blocks().gone_nodes(),
+                "keys are lost: a memory node with their values is gone; the server goes on \
+                 without it"
+            );
+        }
+        Ok(())
+    }
+
     async fn work(&self, worker: &Worker, turns: u64) -> Result<(), kv::Error> {
+        self.forget_gone().await?;
         if worker.server.expires_actively() {
             self.sweep(worker).await?;
         }

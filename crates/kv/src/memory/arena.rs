@@ -21,6 +21,7 @@ pub struct Arena {
 
 #[derive(Debug)]
 struct State {
+    node: u8,
     first: u64,
     end: u64,
     chunks: BTreeMap<u64, Chunk>,
@@ -68,7 +69,13 @@ impl Drop for Pin {
 impl Arena {
     /// An allocator of chunks `first` to `end` of memory node 0.
     pub fn new(memory: Arc<Memory>, first: u64, end: u64) -> Self {
+        Self::on(memory, 0, first, end)
+    }
+
+    /// An allocator of chunks `first` to `end` of a memory node.
+    pub fn on(memory: Arc<Memory>, node: u8, first: u64, end: u64) -> Self {
         let state = State {
+            node,
             first,
             end,
             chunks: BTreeMap::new(),
@@ -89,16 +96,18 @@ impl Arena {
     pub fn used(&self) -> Vec<Place> {
         let slab = self.memory.chunk();
         let state = self.state.lock();
+        let node = state.node;
         let retired: BTreeSet<_> = state.retired.iter().map(|(_, place)| *place).collect();
         let used = state.chunks.iter().flat_map(|(number, chunk)| {
-            chunk.used.iter().map(move |i| place_of(*number, slab, *i, chunk.bytes))
+            chunk.used.iter().map(move |i| place_of(node, *number, slab, *i, chunk.bytes))
         });
         used.filter(|place| !retired.contains(place)).collect()
     }
 }
 
-fn place_of(chunk: u64, slab: u32, i: u32, bytes: u32) -> Place {
-    Place::of((chunk * u64::from(slab) + u64::from(i * bytes)) / UNIT)
+fn place_of(node: u8, chunk: u64, slab: u32, i: u32, bytes: u32) -> Place {
+    let unit = (chunk * u64::from(slab) + u64::from(i * bytes)) / UNIT;
+    Place::new(node, unit).expect("a chunk below 32 TiB")
 }
 
 impl State {
@@ -116,14 +125,14 @@ impl State {
             None => {
                 let number =
                     (self.first..self.end).find(|number| !self.chunks.contains_key(number))?;
-                memory.set_stripe(place_of(number, slab, 0, 0).at(0), stripe);
+                memory.set_stripe(place_of(self.node, number, slab, 0, 0).at(0), stripe);
                 let chunk = Chunk { stripe, bytes, used: BTreeSet::new(), leaving: false };
                 (number, self.chunks.entry(number).or_insert(chunk))
             }
         };
         let i = (0..chunk.blocks(slab)).find(|i| !chunk.used.contains(i))?;
         chunk.used.insert(i);
-        Some(place_of(number, slab, i, bytes))
+        Some(place_of(self.node, number, slab, i, bytes))
     }
 
     fn free(&mut self, memory: &Memory, place: Place) {
@@ -138,7 +147,9 @@ impl State {
             self.wrong_frees += 1;
             return;
         }
-        memory.write(place.at(0), &vec![0xdb; chunk.bytes as usize]);
+        if !memory.is_lost(self.node) {
+            memory.write(place.at(0), &vec![0xdb; chunk.bytes as usize]);
+        }
         if chunk.used.is_empty() {
             self.chunks.remove(&number);
         }

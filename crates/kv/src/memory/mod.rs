@@ -7,7 +7,7 @@
 mod arena;
 mod schedule;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -29,6 +29,7 @@ const END: u64 = 1 << 32;
 pub struct Memory {
     nodes: Mutex<HashMap<u8, Vec<u8>>>,
     stripes: Mutex<HashMap<(u8, u64), u32>>,
+    lost: Mutex<HashSet<u8>>,
     chunk: u64,
 }
 
@@ -41,6 +42,17 @@ impl Memory {
     /// Bytes of a chunk.
     pub fn chunk(&self) -> u32 {
         self.chunk as u32
+    }
+
+    /// Ends a memory node: verbs on it fail from now on.
+    pub fn lose(&self, node: u8) {
+        self.lost.lock().insert(node);
+        self.nodes.lock().remove(&node);
+    }
+
+    /// True if the memory node has ended.
+    pub fn is_lost(&self, node: u8) -> bool {
+        self.lost.lock().contains(&node)
     }
 
     /// Replaces the bytes at `at`.
@@ -136,6 +148,10 @@ impl Client {
                 self.write_half(*at, from, verb.is_multiple_of(2));
             }
             return Err(Stopped::Lost("the compute node has crashed".into()));
+        }
+        let node = step.at().node;
+        if self.memory.is_lost(node) {
+            return Err(Stopped::Gone { node, why: "the memory node has ended".into() });
         }
         if step.at().offset >= END {
             return Err(Stopped::Refused("the address is beyond the memory".into()));

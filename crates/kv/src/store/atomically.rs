@@ -134,6 +134,11 @@ impl<B: Blocks> Ready<'_, B> {
         self.old.as_ref().map_or(0, |hit| hit.word.word())
     }
 
+    /// Address and bytes of the new block.
+    fn write(&self) -> Option<(Address, &[u8])> {
+        self.fresh.as_ref().map(Fresh::write)
+    }
+
     fn after(&self) -> u64 {
         self.fresh.as_ref().map_or(0, |fresh| fresh.word.word())
     }
@@ -184,7 +189,11 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let _pin = self.blocks.pin();
         loop {
             self.check()?;
-            match self.try_atomically(&trip, &distinct, &same, &mut change).await? {
+            let tried = match self.try_atomically(&trip, &distinct, &same, &mut change).await {
+                Err(error) if error.is_gone() => continue,
+                tried => tried?,
+            };
+            match tried {
                 Tried::Done(result) => return Ok(result),
                 Tried::Again => {}
                 Tried::Busy(table) => table.gate.opened().await,
@@ -330,12 +339,21 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let mut owned = self.owned();
         let (records, first) = self.records(&mut owned, stripe, &changes).await?;
 
+        // The loss of a memory node with values must not stop a round trip that has the record.
+        let is_apart = |(at, _): &(Address, &[u8])| at.node != word.node;
+        let apart = ready.iter().filter_map(Ready::write).filter(is_apart);
+        let mut steps: Steps<'_> = apart.map(|(at, from)| Step::Write { at, from }).collect();
+        if !steps.is_empty() {
+            self.run(trip, &mut steps).await?;
+        }
+        drop(steps);
+
         // From here on a record names the blocks.
         ready.iter_mut().filter_map(|one| one.fresh.as_mut()).for_each(Fresh::own);
         owned.keep();
         let first = first.to_be_bytes();
         {
-            let blocks = ready.iter().filter_map(|one| one.fresh.as_ref()).map(Fresh::write);
+            let blocks = ready.iter().filter_map(Ready::write).filter(|write| !is_apart(write));
             let records = records.iter().map(|(place, bytes)| (place.at(0), bytes.as_slice()));
             let write = |(at, from)| Step::Write { at, from };
             let mut steps: Steps<'_> = blocks.chain(records).map(write).collect();

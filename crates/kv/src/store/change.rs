@@ -214,7 +214,11 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let _pin = self.blocks.pin();
         loop {
             self.check()?;
-            match self.attempt(&trip, &key, want, ahead, &mut decide).await? {
+            let tried = match self.attempt(&trip, &key, want, ahead, &mut decide).await {
+                Err(error) if error.is_gone() => continue,
+                tried => tried?,
+            };
+            match tried {
                 Tried::Done => return Ok(()),
                 Tried::Again => {}
                 Tried::NoSlot(table, depth) => self.split(&table, depth).await?,

@@ -1,7 +1,7 @@
 //! Creation of a store, and of a database's directory.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 
 use super::access::Steps;
 use super::atomically::Journal;
@@ -123,6 +123,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             interrupted: AtomicBool::new(false),
             counts_uses,
             removed: super::stats::Removed::default(),
+            forgotten: AtomicU32::new(0),
         })
     }
 

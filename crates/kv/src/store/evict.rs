@@ -157,6 +157,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let words = slots.iter().enumerate();
         let words: SmallVec<[(usize, Slot); GROUP_SLOTS]> =
             words.filter_map(|(i, word)| Some((i, Slot::parse(*word)?))).collect();
+        let words = words.into_iter().filter(|(_, word)| !self.blocks.is_gone(word.place));
         {
             let local = table.local.lock();
             for (i, word) in words {
@@ -204,7 +205,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         }
         let Sampled { slot, word, tag, expiry, .. } = chosen;
         let mut hit = Hit { slot, word, expiry, block: None };
-        if word.length == class::PIECES {
+        if word.length == class::PIECES && !self.blocks.is_gone(word.place) {
             buffer.clear();
             self.read_block(trip, word, &mut buffer).await?;
             hit.block = Some(0..buffer.len());

@@ -92,7 +92,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let mut buffer = self.buffers.take();
         for word in slots.iter().filter_map(|word| Slot::parse(*word)) {
             let mut parts: Vec<(Place, u32)> = Vec::new();
-            if word.length == class::PIECES {
+            if word.length == class::PIECES && !self.blocks.is_gone(word.place) {
                 buffer.clear();
                 self.read_block(trip, word, &mut buffer).await?;
                 let block = self.parse(word, &buffer)?;

@@ -16,17 +16,19 @@ use crate::reach::{Reach, Step};
 const HEAD_READ: usize = 256;
 
 impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
-    /// Reads headers and keys of the blocks of `slots`. Calls `visit` with the number of each slot.
+    /// Reads headers and keys of the blocks of `slots`. Calls `visit` with the number of each slot,
+    /// except those whose memory node is gone.
     pub(super) async fn read_keys(
         &self,
         trip: &Trip<'_>,
         slots: impl Iterator<Item = Slot> + Clone,
         mut visit: impl FnMut(usize, Head, &[u8]),
     ) -> Result<(), Error> {
+        let slots = slots.enumerate().filter(|(_, slot)| !self.blocks.is_gone(slot.place));
         let mut buffer = self.buffers.take();
         let mut long = Vec::new();
         let mut total = 0;
-        for slot in slots.clone() {
+        for (_, slot) in slots.clone() {
             total += self.read_bytes(slot, Want::Value, 0)?.min(HEAD_READ);
         }
         if total == 0 {
@@ -36,7 +38,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         {
             let mut rest = buffer.as_mut_slice();
             let mut steps = Steps::new();
-            for slot in slots.clone() {
+            for (_, slot) in slots.clone() {
                 let bytes = self.read_bytes(slot, Want::Value, 0)?.min(HEAD_READ);
                 let (into, more) = rest.split_at_mut(bytes);
                 steps.push(Step::Read { at: slot.place.at(0), into });
@@ -45,7 +47,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             self.run(trip, &mut steps).await?;
         }
         let mut start = 0;
-        for (i, slot) in slots.enumerate() {
+        for (i, slot) in slots {
             let bytes = self.read_bytes(slot, Want::Value, 0)?.min(HEAD_READ);
             let read = &buffer[start..start + bytes];
             start += bytes;

@@ -18,6 +18,9 @@ use crate::reach::{Reach, Step};
 use crate::search::{Buckets, View};
 use crate::table::{Entry, Table};
 
+/// Expiry of a key whose block is on a memory node that is gone: the key counts as expired.
+pub(super) const GONE: u64 = 1;
+
 /// The longest list of pieces that is read in one READ.
 const LIST_READ: u32 = 64 << 10;
 
@@ -123,6 +126,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             local.mirror.as_ref().and_then(find)
         };
         let Some(mut hit) = found else { return Ok(Some(Seen { hit: None, view: None })) };
+        if self.blocks.is_gone(hit.word.place) {
+            hit.expiry = GONE;
+            return Ok(Some(Seen { hit: Some(hit), view: None }));
+        }
         let is_list = hit.word.length == class::PIECES;
         if want == Want::Value || want == Want::Places && is_list {
             let start = buffer.len();
@@ -175,7 +182,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let mut end = start;
         for slot in view.buckets.slots().filter(|slot| !known.contains(slot)) {
             let Some(word) = Slot::parse(view.slot(slot)) else { continue };
-            if word.fingerprint == key.hash.fingerprint() {
+            if word.fingerprint == key.hash.fingerprint() && !self.blocks.is_gone(word.place) {
                 let bytes = self.read_bytes(word, want, key.bytes.len())?;
                 candidates.push(Candidate { slot, word, range: end..end + bytes });
                 end += bytes;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::access::Steps;
-use super::look::{Candidate, Hit, Want};
+use super::look::{Candidate, GONE, Hit, Want};
 use super::trips::{Operation, Trip};
 use super::{Key, Store};
 use crate::blocks::Blocks;
@@ -47,9 +47,11 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let want = Want::Value;
             let sought: Vec<_> =
                 keys.iter().map(|key| Sought { key: *key, want, table: table(key) }).collect();
-            if let Some(found) = self.look_all(&trip, &sought, &mut buffer).await? {
-                return self.values(&trip, found, &buffer).await;
-            }
+            match self.look_all(&trip, &sought, &mut buffer).await {
+                Ok(Some(found)) => return self.values(&trip, found, &buffer).await,
+                Err(error) if error.is_gone() => continue,
+                moved => moved?,
+            };
             self.check()?;
             // The directory changes before a subtable does, so other subtables have the keys now.
             let tables: Vec<_> = sought.into_iter().filter_map(|sought| sought.table).collect();
@@ -184,7 +186,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         }
         for slot in view.buckets.slots() {
             let word = Slot::parse(view.slot(slot));
-            if let Some(word) = word.filter(|word| word.fingerprint == hash.fingerprint()) {
+            let fits = |word: &Slot| {
+                word.fingerprint == hash.fingerprint() && !self.blocks.is_gone(word.place)
+            };
+            if let Some(word) = word.filter(fits) {
                 candidate(slot, word);
             }
         }
@@ -207,6 +212,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let buckets = Buckets::of(hash.upper, self.shape.groups);
         let Some(mirror) = &local.mirror else { return false };
         let Some((slot, word)) = mirror.find(buckets, hash) else { return true };
+        if self.blocks.is_gone(word.place) {
+            found.hit = Some(Hit { slot, word, expiry: GONE, block: None });
+            return true;
+        }
         let is_list = word.length == class::PIECES;
         if sought.want == Want::Value || sought.want == Want::Places && is_list {
             candidate(slot, word);

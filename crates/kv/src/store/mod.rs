@@ -9,6 +9,7 @@ mod create;
 mod database;
 mod evict;
 mod flush;
+mod gone;
 mod image;
 mod keys;
 mod look;
@@ -28,7 +29,7 @@ mod walk;
 mod watch;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 pub use atomically::{Transaction, Wanted};
 pub use change::{Condition, Expiry, Outcome, SetOptions, Update};
@@ -123,6 +124,8 @@ pub struct Store<R, B, E> {
     /// True: count uses of keys; false: note the time of the last use.
     counts_uses: AtomicBool,
     removed: stats::Removed,
+    /// Number of the memory nodes whose keys [`Store::forget_gone`] has deleted.
+    forgotten: AtomicU32,
 }
 
 /// A key of an operation.

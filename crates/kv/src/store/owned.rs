@@ -35,6 +35,21 @@ impl<B: Blocks> Owned<'_, B> {
         Ok(place)
     }
 
+    /// Allocates a block of a value, as [`Blocks::allocate_value`] does.
+    pub async fn allocate_value(
+        &mut self,
+        stripe: u32,
+        spread: u64,
+        bytes: u32,
+    ) -> Result<Place, NoBlock> {
+        let mut place = self.blocks.allocate_value(stripe, spread, bytes).await?;
+        if place.is_none() {
+            place = self.blocks.allocate_value(stripe, spread, bytes).await?;
+        }
+        self.places.push(place);
+        Ok(place)
+    }
+
     /// Keeps the blocks, because a word in remote memory may name them.
     pub fn keep(&mut self) {
         self.is_kept = true;

@@ -138,10 +138,17 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         want: Want,
         buffer: &mut Vec<u8>,
     ) -> Result<Option<(Arc<Table>, Hit)>, Error> {
-        let mut before = None;
+        let (mut before, start) = (None, buffer.len());
         loop {
             let Some(table) = self.database(key).table(key.hash.upper) else { return Ok(None) };
-            match self.look(trip, &table, key, want, buffer, None).await? {
+            let seen = match self.look(trip, &table, key, want, buffer, None).await {
+                Err(error) if error.is_gone() => {
+                    buffer.truncate(start);
+                    continue;
+                }
+                seen => seen?,
+            };
+            match seen {
                 Some(Seen { hit, .. }) => {
                     let now = self.environment.now();
                     let alive = hit.filter(|hit| !hit.is_expired(now));

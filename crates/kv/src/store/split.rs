@@ -97,7 +97,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         Ok((slots, heads.iter().map(|head| head.map_or(0, |head| head.upper)).collect()))
     }
 
-    /// Reads the headers of the blocks in `slots`, in one round trip.
+    /// Reads the headers of the blocks in `slots`, in one round trip. `None` for an empty slot, and
+    /// for a block whose memory node is gone.
     pub(super) async fn read_heads(
         &self,
         trip: &Trip<'_>,
@@ -106,7 +107,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let mut bytes = self.buffers.take();
         let mut words = Vec::new();
         for (i, word) in slots.iter().enumerate() {
-            if let Some(word) = Slot::parse(*word) {
+            let word = Slot::parse(*word).filter(|word| !self.blocks.is_gone(word.place));
+            if let Some(word) = word {
                 self.read_bytes(word, Want::Presence, 0)?;
                 words.push((i, word));
             }

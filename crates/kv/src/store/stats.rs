@@ -15,6 +15,7 @@ pub(super) struct Removed {
     pub evicted: AtomicU64,
     pub expired: AtomicU64,
     pub moved: AtomicU64,
+    pub gone: AtomicU64,
 }
 
 /// Counts of keys and bytes of a store.
@@ -34,6 +35,10 @@ pub struct Stats {
     pub expired: u64,
     /// Blocks moved by compaction since the store was opened.
     pub moved: u64,
+    /// Memory nodes that are gone.
+    pub gone_nodes: u32,
+    /// Keys that were lost with memory nodes since the store was opened.
+    pub gone: u64,
 }
 
 impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
@@ -55,6 +60,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             evicted: load(&self.removed.evicted),
             expired: load(&self.removed.expired),
             moved: load(&self.removed.moved),
+            gone_nodes: self.blocks.gone_nodes(),
+            gone: load(&self.removed.gone),
             ..Stats::default()
         };
         for (db, database) in self.databases.iter().enumerate() {

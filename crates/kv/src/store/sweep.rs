@@ -99,7 +99,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let mut buffer = self.buffers.take();
             let hit = self.look_by_hash(&trip, &table, hash, &mut buffer).await?;
             let Some(hit) = hit else { return Ok(false) };
-            if !hit.is_expired(self.environment.now()) {
+            // `Store::forget_gone` deletes the keys of a memory node that is gone.
+            if !hit.is_expired(self.environment.now()) || self.blocks.is_gone(hit.word.place) {
                 return Ok(false);
             }
             if let Some(name) = &mut name {
@@ -134,7 +135,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             };
             let Some((slot, word, expiry)) = found else { return Ok(None) };
             let mut hit = Hit { slot, word, expiry, block: None };
-            if word.length == class::PIECES {
+            if word.length == class::PIECES && !self.blocks.is_gone(word.place) {
                 self.read_block(trip, word, buffer).await?;
                 hit.block = Some(0..buffer.len());
             }
@@ -144,9 +145,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         self.read_buckets(trip, table, &mut view, None).await?;
         for slot in buckets.slots() {
             let word = Slot::parse(view.slot(slot));
-            let Some(word) = word.filter(|word| word.fingerprint == hash.fingerprint()) else {
-                continue;
+            let fits = |word: &Slot| {
+                word.fingerprint == hash.fingerprint() && !self.blocks.is_gone(word.place)
             };
+            let Some(word) = word.filter(fits) else { continue };
             buffer.clear();
             self.read_block(trip, word, buffer).await?;
             let block = self.parse(word, buffer)?;

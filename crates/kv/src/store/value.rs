@@ -79,7 +79,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let length = string_bytes(bytes, value.len());
         let (code, place, encoded) = match self.code(length) {
             Some(code) => {
-                let place = parts.allocate(stripe, length as u32).await?;
+                let spread = key.hash.upper;
+                let place = parts.allocate_value(stripe, spread, length as u32).await?;
                 let mut encoded = self.buffers.take();
                 encoded.resize(length, 0);
                 block::encode(place, &head, key.bytes, &[value], &mut encoded);
@@ -110,12 +111,12 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         value: &[u8],
         parts: &mut Owned<'_, B>,
     ) -> Result<(Place, Scratch<'_>), Error> {
-        let slab = self.slab as usize;
+        let (slab, spread) = (self.slab as usize, key.hash.upper);
         let mut entries = Vec::new();
         let mut lists = Vec::new();
         let mut steps = Steps::new();
         for piece in value.chunks(slab) {
-            let place = parts.allocate(stripe, piece.len() as u32).await?;
+            let place = parts.allocate_value(stripe, spread, piece.len() as u32).await?;
             entries.extend_from_slice(&piece_word(place, piece.len() as u32).to_be_bytes());
             steps.push(Step::Write { at: place.at(0), from: piece });
         }
@@ -127,7 +128,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let mut next = 0;
         for entries in others.chunks(each).rev() {
             let bytes = list_bytes(0, entries.len() / 8);
-            let place = parts.allocate(stripe, bytes as u32).await?;
+            let place = parts.allocate_value(stripe, spread, bytes as u32).await?;
             let head = Head { key: 0, kind: Kind::Continuation, expiry: 0, ..*head };
             let mut list = vec![0; bytes];
             let begin = list_head(crc, entries.len() as u32 / 8, next);
@@ -138,7 +139,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         steps.extend(lists.iter().map(|(place, list)| Step::Write { at: place.at(0), from: list }));
         self.run(trip, &mut steps).await?;
         let length = list_bytes(key.bytes.len(), mine.len() / 8);
-        let place = parts.allocate(stripe, length as u32).await?;
+        let place = parts.allocate_value(stripe, spread, length as u32).await?;
         let mut encoded = self.buffers.take();
         encoded.resize(length, 0);
         let head = Head { kind: Kind::Pieces, ..*head };

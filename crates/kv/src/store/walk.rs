@@ -64,7 +64,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             };
             let mut buffer = self.buffers.take();
             let mut value = self.buffers.take();
-            for slot in slots.iter().filter_map(|word| Slot::parse(*word)) {
+            let words = slots.iter().filter_map(|word| Slot::parse(*word));
+            for slot in words.filter(|slot| !self.blocks.is_gone(slot.place)) {
                 buffer.clear();
                 value.clear();
                 self.read_block(&trip, slot, &mut buffer).await?;

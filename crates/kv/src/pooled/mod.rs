@@ -1,31 +1,36 @@
-//! Stores over a pool: remote memory and blocks of a memory node.
+//! Stores over a pool: remote memory and blocks of one or several memory nodes.
 //!
 //! [`PoolMemory`] is both ways into a pool that a store needs: [`Reach`] executes verbs on the
 //! grants that have the addresses, and [`Blocks`] allocates from a heap over the pool's chunks.
+//!
+//! Of several memory nodes, the first one has the index, and all of them have values. A block and
+//! its slot are written in one round trip only if both are on the first memory node. If another
+//! memory node ends, its values are lost and the store goes on without it.
+
+mod lists;
+mod nodes;
 
 use std::collections::HashSet;
-use std::future::{Future, poll_fn};
-use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
-use std::task::Poll;
+use std::time::Duration;
 
-use heap::{Epochs, Guard, Heap, PoolChunks};
+use heap::{ChunkSource, Epochs, Guard, Heap};
 use parking_lot::Mutex;
 use pool::{Grant, GroupId, Lane, Pool};
 use smallvec::SmallVec;
-use verbs::{Nic, Status};
+use verbs::{Nic, executor};
+
+use self::lists::{LIST, Located, Part, divide, is_one_list, is_one_qp, join, stopped, to_pool};
+use self::nodes::Node;
+pub use self::nodes::{NodeGrant, Nodes};
 
 use crate::blocks::{Blocks, NoBlock, Usage};
 use crate::layout::class;
 use crate::place::{Address, Place, UNIT};
 use crate::reach::{Range, Reach, Step, Stopped};
 
-/// Steps of one list: as many as [`Pool::run`] takes without an allocation.
-const LIST: usize = 16;
 /// Steps of an operation on one key, for which memory is on the stack.
 const FEW: usize = 4;
-/// Bytes of one list. Longer READs and WRITEs are divided.
-const LIST_BYTES: usize = 128 << 10;
 /// Lists in flight at once for one round trip.
 const LISTS: usize = 3;
 
@@ -38,14 +43,11 @@ pub struct PoolMemory<N: Nic = pool::DefaultNic> {
 }
 
 struct Shared<N: Nic> {
-    pool: Pool<N>,
-    node: u8,
-    heap: OnceLock<Heap<PoolChunks<N>>>,
-    chunks: PoolChunks<N>,
+    nodes: Nodes<N>,
+    heap: OnceLock<Heap<Nodes<N>>>,
     settings: heap::Settings,
     /// Chunks of a predecessor, until the heap has taken them over.
     inherited: Mutex<Vec<Grant>>,
-    first_chunk_addr: u64,
     leaving: Mutex<HashSet<Place>>,
 }
 
@@ -66,6 +68,17 @@ impl<N: Nic> PoolMemory<N> {
         Ok(memory)
     }
 
+    /// The memory of several pools, each of one memory node, for a new store. The first pool has
+    /// the index, and all of them have values.
+    ///
+    /// # Errors
+    /// As for [`PoolMemory::new`], and for pools whose chunks differ in length.
+    pub fn over(pools: Vec<Pool<N>>, settings: heap::Settings) -> Result<Self, heap::Error> {
+        let memory = Self::of(Nodes::new(pools, 0), settings, Vec::new())?;
+        memory.adopt_all(Vec::new())?;
+        Ok(memory)
+    }
+
     /// The memory of `pool`, for a store whose owner has ended. `chunks`: all chunks of the
     /// predecessor. [`Store::open`](crate::Store::open) finds the blocks in them.
     pub fn inheriting(
@@ -74,169 +87,109 @@ impl<N: Nic> PoolMemory<N> {
         settings: heap::Settings,
         chunks: Vec<Grant>,
     ) -> Result<Self, heap::Error> {
-        // A scheme without a first chunk has no access at any offset, and is refused here.
-        let first_chunk_addr = pool.first_chunk().unwrap_or_default();
-        let source = PoolChunks::new(pool.clone(), node, first_chunk_addr)
-            .map_err(|source| heap::Error::Source { attempt: "using a pool", source })?;
-        let shared = Shared {
-            pool,
-            node,
-            heap: OnceLock::new(),
-            chunks: source,
-            settings,
-            inherited: Mutex::new(chunks),
-            first_chunk_addr,
-            leaving: Mutex::default(),
-        };
+        Self::of(Nodes::new(vec![pool], node), settings, chunks)
+    }
+
+    fn of(
+        nodes: Result<Nodes<N>, pool::Error>,
+        settings: heap::Settings,
+        chunks: Vec<Grant>,
+    ) -> Result<Self, heap::Error> {
+        let nodes =
+            nodes.map_err(|source| heap::Error::Source { attempt: "using a pool", source })?;
+        let (heap, inherited) = (OnceLock::new(), Mutex::new(chunks));
+        let shared = Shared { nodes, heap, settings, inherited, leaving: Mutex::default() };
         Ok(Self { shared: Arc::new(shared) })
     }
 
     /// The heap. `None`: the blocks of the predecessor are not known yet.
-    pub fn heap(&self) -> Option<&Heap<PoolChunks<N>>> {
+    pub fn heap(&self) -> Option<&Heap<Nodes<N>>> {
         self.shared.heap.get()
     }
 
-    /// The pool.
+    /// The pool of the first memory node.
     pub fn pool(&self) -> &Pool<N> {
-        &self.shared.pool
+        &self.shared.nodes.index().pool
+    }
+
+    /// Polls the completions of all memory nodes, as [`Pool::poll`] does.
+    pub fn poll(&self) -> usize {
+        self.pools().map(Pool::poll).sum()
+    }
+
+    /// Polls until something completes or `timeout` has passed, as [`Pool::park`] does.
+    pub fn park(&self, timeout: Duration) -> usize {
+        match self.shared.nodes.len() {
+            1 => self.pool().park(timeout),
+            _ => executor::park(timeout, || self.poll()),
+        }
+    }
+
+    /// The pools of all memory nodes.
+    pub fn pools(&self) -> impl Iterator<Item = &Pool<N>> {
+        self.shared.nodes.iter().map(|node| &node.pool)
     }
 
     fn adopt_all(&self, used: Vec<heap::Block>) -> Result<(), heap::Error> {
-        let chunks = self.shared.inherited.lock().clone();
-        let source = self.shared.chunks.clone();
-        let heap = Heap::rebuild(source, self.shared.settings, chunks, used)?;
+        let inherited = self.shared.inherited.lock().clone();
+        let chunks = inherited.into_iter().map(|grant| NodeGrant { node: 0, grant });
+        let heap = Heap::rebuild(self.shared.nodes.clone(), self.shared.settings, chunks, used)?;
         let _ = self.shared.heap.set(heap);
         self.shared.inherited.lock().clear();
         Ok(())
     }
 
-    /// The grant that has `at`, and the offset of `at` in it.
-    fn locate(&self, at: Address) -> Option<(Grant, u64)> {
+    /// The chunk that has `at`, and the offset of `at` in it.
+    fn locate(&self, at: Address) -> Option<Located> {
         let rest = at.offset % UNIT;
         let place = heap::Place::new(at.node, at.offset - rest)?;
-        if let Some((grant, offset)) = self.heap().and_then(|heap| heap.locate(place)) {
-            return Some((grant, offset + rest));
+        if let Some((chunk, offset)) = self.heap().and_then(|heap| heap.locate(place)) {
+            return Some((chunk, offset + rest));
         }
-        let address = self.shared.first_chunk_addr.checked_add(at.offset)?;
+        let first = self.shared.nodes.index();
+        let address = first.first_chunk_addr.checked_add(at.offset)?;
         let inherited = self.shared.inherited.lock();
         let grant = inherited.iter().find(|grant| {
-            at.node == self.shared.node && (grant.addr..grant.addr + grant.len).contains(&address)
+            at.node == self.shared.nodes.number(0)
+                && (grant.addr..grant.addr + grant.len).contains(&address)
         })?;
-        Some((*grant, address - grant.addr))
+        Some((NodeGrant { node: 0, grant: *grant }, address - grant.addr))
     }
 
-    fn group(&self, stripe: u32) -> GroupId {
-        GroupId((stripe % u32::from(self.shared.pool.groups().max(1))) as u16)
+    /// The reason of a failure at a memory node. A memory node that has only values is gone then:
+    /// its connection has ended, and with it the memory.
+    fn stopped(&self, index: usize, error: pool::Error) -> Stopped {
+        match stopped(error) {
+            Stopped::Lost(why) if index > 0 => {
+                let number = self.shared.nodes.number(index);
+                self.shared.nodes.get(index).set_gone();
+                Stopped::Gone { node: number, why }
+            }
+            stopped => stopped,
+        }
     }
 
     /// Executes steps of one list in place: a list of [`Part`] would copy them.
-    async fn run_few(
-        &self,
-        steps: &mut [Step<'_>],
-        grants: &[(Grant, u64)],
-    ) -> Result<(), Stopped> {
-        let posted = steps.iter_mut().zip(grants);
+    async fn run_few(&self, steps: &mut [Step<'_>], chunks: &[Located]) -> Result<(), Stopped> {
+        let index = usize::from(chunks[0].0.node);
+        let posted = steps.iter_mut().zip(chunks);
         let mut posted: SmallVec<[pool::Step<'_, N>; FEW]> =
-            posted.map(|(step, (grant, offset))| to_pool(step, grant, *offset)).collect();
-        self.shared.pool.run(Lane(0), &mut posted).await.map_err(stopped)
+            posted.map(|(step, (chunk, offset))| to_pool(step, &chunk.grant, *offset)).collect();
+        let pool = &self.shared.nodes.get(index).pool;
+        pool.run(Lane(0), &mut posted).await.map_err(|error| self.stopped(index, error))
     }
 
     async fn run_list(&self, part: &mut Part<'_>) -> Result<(), Stopped> {
-        let mut steps: SmallVec<[pool::Step<'_, N>; LIST]> = SmallVec::new();
-        for (verb, grant, offset) in part.iter_mut() {
-            steps.push(to_pool(verb, grant, *offset));
-        }
-        self.shared.pool.run(Lane(0), &mut steps).await.map_err(stopped)
-    }
-}
-
-/// A step in the pool's words.
-fn to_pool<'a, N: Nic>(step: &'a mut Step<'_>, grant: &'a Grant, offset: u64) -> pool::Step<'a, N> {
-    match step {
-        Step::Read { into, .. } => pool::Step::Read { grant, offset, into },
-        Step::Write { from, .. } => pool::Step::Write { grant, offset, from },
-        Step::Cas { expected, new, old, .. } => {
-            let (expected, new) = (*expected, *new);
-            pool::Step::CompareAndSwap { grant, offset, expected, new, old }
-        }
-        Step::Add { amount, old, .. } => {
-            pool::Step::FetchAndAdd { grant, offset, add: *amount, old }
-        }
-    }
-}
-
-/// True if one list can have all steps, undivided.
-fn is_one_list(steps: &[Step<'_>], grants: &[(Grant, u64)]) -> bool {
-    let bytes = |step: &Step<'_>| match step {
-        Step::Read { into, .. } => into.len(),
-        Step::Write { from, .. } => from.len(),
-        Step::Cas { .. } | Step::Add { .. } => 8,
-    };
-    let qp = |(grant, _): &(Grant, u64)| (grant.group, grant.function);
-    steps.len() <= LIST
-        && steps.iter().map(bytes).sum::<usize>() <= LIST_BYTES
-        && grants.windows(2).all(|pair| qp(&pair[0]) == qp(&pair[1]))
-}
-
-/// Verbs of one list, with the grants and the offsets in them.
-type Part<'a> = SmallVec<[(Step<'a>, Grant, u64); LIST]>;
-
-fn stopped(error: pool::Error) -> Stopped {
-    let text = error.to_string();
-    match error {
-        pool::Error::List { status: Status::RemoteAccess, .. }
-        | pool::Error::Access { status: Status::RemoteAccess, .. }
-        | pool::Error::Stale { .. }
-        | pool::Error::NotYours { .. } => Stopped::Refused(text),
-        _ => Stopped::Lost(text),
-    }
-}
-
-/// Appends `step`, in parts of at most [`LIST_BYTES`], with the grants from `locate`.
-fn divide<'a>(
-    step: &'a mut Step<'_>,
-    lists: &mut SmallVec<[(Part<'a>, usize); 1]>,
-    locate: impl Fn(Address) -> Result<(Grant, u64), Stopped>,
-) -> Result<(), Stopped> {
-    let (grant, offset) = locate(step.at())?;
-    let at = step.at();
-    let mut add = |step: Step<'a>, bytes: usize, done: u64| {
-        let is_full = |(part, total): &(Part<'_>, usize)| {
-            let first = &part[0].1;
-            part.len() == LIST
-                || total + bytes > LIST_BYTES
-                || (first.group, first.function) != (grant.group, grant.function)
+        let Some(index) = part.first().map(|(_, chunk, _)| usize::from(chunk.node)) else {
+            return Ok(());
         };
-        if lists.last().is_none_or(is_full) {
-            lists.push((Part::new(), 0));
+        let mut steps: SmallVec<[pool::Step<'_, N>; LIST]> = SmallVec::new();
+        for (verb, chunk, offset) in part.iter_mut() {
+            steps.push(to_pool(verb, &chunk.grant, *offset));
         }
-        if let Some((part, total)) = lists.last_mut() {
-            part.push((step, grant, offset + done));
-            *total += bytes;
-        }
-    };
-    match step {
-        Step::Read { into, .. } => {
-            let mut done = 0;
-            for into in into.chunks_mut(LIST_BYTES) {
-                let bytes = into.len();
-                add(Step::Read { at: at.plus(done), into }, bytes, done);
-                done += bytes as u64;
-            }
-        }
-        Step::Write { from, .. } => {
-            let mut done = 0;
-            for from in from.chunks(LIST_BYTES) {
-                add(Step::Write { at: at.plus(done), from }, from.len(), done);
-                done += from.len() as u64;
-            }
-        }
-        Step::Cas { expected, new, old, .. } => {
-            add(Step::Cas { at, expected: *expected, new: *new, old }, 8, 0);
-        }
-        Step::Add { amount, old, .. } => add(Step::Add { at, amount: *amount, old }, 8, 0),
+        let pool = &self.shared.nodes.get(index).pool;
+        pool.run(Lane(0), &mut steps).await.map_err(|error| self.stopped(index, error))
     }
-    Ok(())
 }
 
 impl<N: Nic> Reach for PoolMemory<N> {
@@ -253,12 +206,15 @@ impl<N: Nic> Reach for PoolMemory<N> {
             let found = self.locate(at);
             found.ok_or_else(|| Stopped::Refused(format!("no chunk of this process has {at}")))
         };
-        let mut grants: SmallVec<[(Grant, u64); FEW]> = SmallVec::new();
+        let mut chunks: SmallVec<[Located; FEW]> = SmallVec::new();
         for step in steps.iter() {
-            grants.push(locate(step.at())?);
+            chunks.push(locate(step.at())?);
         }
-        if is_one_list(steps, &grants) {
-            return self.run_few(steps, &grants).await;
+        if chunks.is_empty() {
+            return Ok(());
+        }
+        if is_one_list(steps, &chunks) {
+            return self.run_few(steps, &chunks).await;
         }
         let mut lists = SmallVec::new();
         let has_atomics =
@@ -279,32 +235,10 @@ impl<N: Nic> Reach for PoolMemory<N> {
 
     fn ordered(&self, a: Address, b: Address) -> bool {
         match (self.locate(a), self.locate(b)) {
-            (Some((a, _)), Some((b, _))) => (a.group, a.function) == (b.group, b.function),
+            (Some((a, _)), Some((b, _))) => is_one_qp(&a, &b),
             _ => false,
         }
     }
-}
-
-/// Runs futures at the same time. Polls them in order, so that they post in order.
-async fn join<F>(futures: impl Iterator<Item = F>) -> Result<(), Stopped>
-where
-    F: Future<Output = Result<(), Stopped>>,
-{
-    let mut open: Vec<Option<Pin<Box<F>>>> = futures.map(|future| Some(Box::pin(future))).collect();
-    let mut result = Ok(());
-    poll_fn(|cx| {
-        for future in &mut open {
-            if let Some(Poll::Ready(ended)) = future.as_mut().map(|one| one.as_mut().poll(cx)) {
-                *future = None;
-                if result.is_ok() {
-                    result = ended;
-                }
-            }
-        }
-        if open.iter().all(Option::is_none) { Poll::Ready(()) } else { Poll::Pending }
-    })
-    .await;
-    result
 }
 
 fn no_block(error: heap::Error) -> NoBlock {
@@ -329,9 +263,28 @@ fn pin_counter() -> usize {
 
 impl<N: Nic> PoolMemory<N> {
     /// The heap of a store that is open.
-    fn ready(&self) -> Result<&Heap<PoolChunks<N>>, NoBlock> {
+    fn ready(&self) -> Result<&Heap<Nodes<N>>, NoBlock> {
         let unknown = "the blocks of the store are not known before the store is open";
         self.heap().ok_or_else(|| NoBlock::Lost(unknown.into()))
+    }
+
+    async fn allocate_on(&self, node: &Node<N>, stripe: u32, bytes: u32) -> Result<Place, NoBlock> {
+        let block = self.ready()?.allocate(node.group(stripe), bytes.into()).await;
+        Ok(Place::of(block.map_err(no_block)?.place.raw()))
+    }
+
+    /// Gives chunks of a group back, and fills its reserve.
+    async fn tend_group(
+        &self,
+        heap: &Heap<Nodes<N>>,
+        group: GroupId,
+        node: &Node<N>,
+    ) -> Result<(), NoBlock> {
+        heap.give_back(group).await.map_err(no_block)?;
+        if !node.is_gone() {
+            heap.refill(group).await.map_err(no_block)?;
+        }
+        Ok(())
     }
 }
 
@@ -339,12 +292,39 @@ impl<N: Nic> Blocks for PoolMemory<N> {
     type Pin = Option<Guard<Arc<Epochs>>>;
 
     fn slab(&self) -> u32 {
-        self.shared.pool.chunk_bytes().min(class::SLAB_MAX.into()) as u32
+        self.pool().chunk_bytes().min(class::SLAB_MAX.into()) as u32
     }
 
     async fn allocate(&self, stripe: u32, bytes: u32) -> Result<Place, NoBlock> {
-        let block = self.ready()?.allocate(self.group(stripe), bytes.into()).await;
-        Ok(Place::of(block.map_err(no_block)?.place.raw()))
+        self.allocate_on(self.shared.nodes.index(), stripe, bytes).await
+    }
+
+    async fn allocate_value(&self, stripe: u32, spread: u64, bytes: u32) -> Result<Place, NoBlock> {
+        let nodes = &self.shared.nodes;
+        let count = nodes.len();
+        for step in 0..count {
+            let index = (spread as usize % count + step) % count;
+            let node = nodes.get(index);
+            if node.is_gone() {
+                continue;
+            }
+            match self.allocate_on(node, stripe, bytes).await {
+                Err(NoBlock::Full) => {}
+                Err(NoBlock::Lost(_)) if index > 0 => {
+                    node.set_gone();
+                }
+                result => return result,
+            }
+        }
+        Err(NoBlock::Full)
+    }
+
+    fn is_gone(&self, place: Place) -> bool {
+        self.shared.nodes.by_number(place.node()).is_some_and(|(_, node)| node.is_gone())
+    }
+
+    fn gone_nodes(&self) -> u32 {
+        self.shared.nodes.iter().filter(|node| node.is_gone()).count() as u32
     }
 
     fn release(&self, place: Place) {
@@ -374,12 +354,15 @@ impl<N: Nic> Blocks for PoolMemory<N> {
 
     async fn tend(&self) -> Result<(), NoBlock> {
         let heap = self.ready()?;
-        for group in 0..self.shared.pool.groups() {
+        for group in (0..self.shared.nodes.groups()).map(GroupId) {
+            let node = self.shared.nodes.node_of(group);
             heap.epochs().advance();
-            heap.give_back(GroupId(group)).await.map_err(no_block)?;
-            match heap.refill(GroupId(group)).await.map_err(no_block) {
+            match self.tend_group(heap, group, node).await {
                 // The reserve is filled when the pool has memory again.
-                Ok(_) | Err(NoBlock::Full) => {}
+                Ok(()) | Err(NoBlock::Full) => {}
+                Err(NoBlock::Lost(_)) if !std::ptr::eq(node, self.shared.nodes.index()) => {
+                    node.set_gone();
+                }
                 Err(error) => return Err(error),
             }
         }
@@ -389,9 +372,10 @@ impl<N: Nic> Blocks for PoolMemory<N> {
     fn evacuate(&self, share: u32) -> usize {
         let Some(heap) = self.heap() else { return 0 };
         let mut leaving = self.shared.leaving.lock();
-        for group in 0..self.shared.pool.groups() {
+        let groups = (0..self.shared.nodes.groups()).map(GroupId);
+        for group in groups.filter(|group| !self.shared.nodes.node_of(*group).is_gone()) {
             let most = f64::from(share) / 100.0;
-            let sparse = heap.sparse(GroupId(group), most, SPARSE_CHUNKS).unwrap_or_default();
+            let sparse = heap.sparse(group, most, SPARSE_CHUNKS).unwrap_or_default();
             // One sparse chunk of a group has no other to move its blocks to.
             for chunk in sparse.iter().filter(|_| sparse.len() > 1) {
                 if heap.evacuate(chunk.place).is_ok() {
@@ -403,7 +387,7 @@ impl<N: Nic> Blocks for PoolMemory<N> {
     }
 
     fn is_leaving(&self, place: Place) -> bool {
-        let chunk = self.shared.pool.chunk_bytes() / UNIT;
+        let chunk = self.pool().chunk_bytes() / UNIT;
         let first = Place::new(place.node(), place.unit() / chunk * chunk);
         first.is_some_and(|first| self.shared.leaving.lock().contains(&first))
     }
