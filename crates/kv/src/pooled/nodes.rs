@@ -34,7 +34,7 @@ impl<N: Nic> Node<N> {
 }
 
 /// The memory nodes of a store. The first one has the index.
-pub struct Nodes<N: Nic> {
+pub struct Nodes<N: Nic = pool::DefaultNic> {
     list: Arc<[Node<N>]>,
     /// Number of the first memory node in places.
     first: u8,
