@@ -210,7 +210,7 @@ impl Client {
         self.output.store(output, Ordering::Relaxed);
     }
 
-    /// Notes the bytes of the input that no command has used yet, those of the present one included.
+    /// Notes the bytes of the input from the present request on.
     pub(crate) fn note_input(&self, bytes: usize) {
         self.input.store(bytes, Ordering::Relaxed);
     }

@@ -57,7 +57,7 @@ pub(crate) async fn execute<K: Keyspace>(request: Request<'_, K>) {
     }
 }
 
-/// Commands whose reply is a message of publish and subscribe, which CLIENT REPLY does not suppress.
+/// Commands that are answered by a message, which CLIENT REPLY does not suppress.
 fn is_confirmed_by_message(id: Id) -> bool {
     matches!(id, Id::Subscribe | Id::Psubscribe | Id::Unsubscribe | Id::Punsubscribe)
 }

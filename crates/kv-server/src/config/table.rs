@@ -26,8 +26,8 @@ pub(crate) enum Use {
     Live,
     /// The value at the start holds, also in Redis.
     Start,
-    /// The value at the start holds. Redis changes it while it runs, so CONFIG SET accepts the value
-    /// that holds: programs set again what CONFIG GET has told them.
+    /// The value at the start holds, but Redis can change it. CONFIG SET accepts the value that
+    /// holds, because programs set the values of CONFIG GET again.
     Kept,
     /// As `Start`; CONFIG SET needs `enable-protected-configs`.
     Protected,
