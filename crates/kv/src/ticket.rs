@@ -5,9 +5,7 @@
 //! takes all its tickets at once, with the shards locked in order, so two calls cannot wait for
 //! each other. A key without tickets has no queue.
 
-use std::collections::HashMap;
 use std::future::poll_fn;
-use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, Waker};
 
@@ -15,6 +13,9 @@ use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
 const SHARDS: usize = 256;
+
+/// Set in the numbers of tickets of several keys.
+const SEVERAL: u64 = 1 << 63;
 
 /// Whether other tickets of the same key may be valid at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -39,50 +40,78 @@ impl Name {
 }
 
 struct Entry {
+    name: Name,
     id: u64,
     hold: Hold,
     waker: Option<Waker>,
 }
 
-/// Two tickets fit without memory from the allocator.
-type Queue = SmallVec<[Entry; 2]>;
-type Shard = HashMap<u64, Queue, BuildHasherDefault<Identity>>;
-
-/// The names are parts of a keyed hash already.
+/// The tickets of the keys of a shard, in the order in which they were taken: the queues of all its
+/// keys, one in the other. A shard has few tickets, unless many wait for one key.
 #[derive(Default)]
-struct Identity(u64);
+struct Shard {
+    entries: Vec<Entry>,
+    /// Number of the next ticket of one key.
+    next: u64,
+}
 
-impl Hasher for Identity {
-    fn finish(&self) -> u64 {
-        self.0.rotate_left(29)
+impl Shard {
+    /// Appends a ticket. Returns whether it is valid at once.
+    fn append(&mut self, name: Name, id: u64, hold: Hold) -> bool {
+        let mut before = self.entries.iter().filter(|entry| entry.name == name);
+        let is_valid = before.all(|entry| entry.hold == Hold::Shared && hold == Hold::Shared);
+        self.entries.push(Entry { name, id, hold, waker: None });
+        is_valid
     }
 
-    fn write(&mut self, _bytes: &[u8]) {}
+    /// True if the ticket at `at` is valid.
+    fn is_valid(&self, at: usize) -> bool {
+        let Entry { name, hold, .. } = self.entries[at];
+        let mut before = self.entries[..at].iter().filter(|entry| entry.name == name);
+        before.all(|entry| entry.hold == Hold::Shared && hold == Hold::Shared)
+    }
 
-    fn write_u64(&mut self, name: u64) {
-        self.0 = name;
+    fn position(&self, name: Name, id: u64) -> Option<usize> {
+        self.entries.iter().position(|entry| entry.id == id && entry.name == name)
+    }
+
+    /// Takes the wakers of the tickets of `name` that are valid.
+    fn wakers(&mut self, name: Name) -> SmallVec<[Waker; 4]> {
+        let mut queue = self.entries.iter_mut().filter(|entry| entry.name == name);
+        let mut woken = SmallVec::new();
+        let Some(first) = queue.next() else { return woken };
+        woken.extend(first.waker.take());
+        if first.hold == Hold::Shared {
+            let shared = queue.take_while(|entry| entry.hold == Hold::Shared);
+            woken.extend(shared.filter_map(|entry| entry.waker.take()));
+        }
+        woken
     }
 }
 
 /// The queues of all keys.
 pub(crate) struct Tickets {
     shards: Box<[Mutex<Shard>]>,
+    /// Number of the next ticket of several keys.
     next: AtomicU64,
 }
 
 impl Tickets {
     pub fn new() -> Self {
         let shards = (0..SHARDS).map(|_| Mutex::new(Shard::default())).collect();
-        Self { shards, next: AtomicU64::new(0) }
+        Self { shards, next: AtomicU64::new(SEVERAL) }
     }
 
     /// Takes the ticket of one key.
     pub fn one(&self, name: Name, hold: Hold) -> Ticket<'_> {
-        let id = self.next.fetch_add(1, Ordering::Relaxed);
-        append(&mut self.shards[name.shard()].lock(), name, id, hold);
+        let mut shard = self.shards[name.shard()].lock();
+        let id = shard.next;
+        shard.next += 1;
+        let is_valid = shard.append(name, id, hold);
+        drop(shard);
         let mut names = SmallVec::new();
         names.push(name);
-        Ticket { tickets: self, id, names }
+        Ticket { tickets: self, id, names, is_valid }
     }
 
     /// Takes tickets of all `names` at once.
@@ -97,60 +126,44 @@ impl Tickets {
             }
         }
         let id = self.next.fetch_add(1, Ordering::Relaxed);
-        let mut at = 0;
+        let (mut at, mut is_valid) = (0, true);
         for name in &names {
             while locked[at].0 != name.shard() {
                 at += 1;
             }
-            append(&mut locked[at].1, *name, id, hold);
+            is_valid &= locked[at].1.append(*name, id, hold);
         }
         drop(locked);
-        Ticket { tickets: self, id, names }
+        Ticket { tickets: self, id, names, is_valid }
     }
 
     fn is_valid(&self, name: Name, id: u64, cx: &Context<'_>) -> bool {
         let mut shard = self.shards[name.shard()].lock();
-        let Some(queue) = shard.get_mut(&name.0) else { return true };
-        let Some(at) = queue.iter().position(|entry| entry.id == id) else { return true };
-        if valid(queue, at) {
+        let Some(at) = shard.position(name, id) else { return true };
+        if shard.is_valid(at) {
             return true;
         }
-        queue[at].waker = Some(cx.waker().clone());
+        shard.entries[at].waker = Some(cx.waker().clone());
         false
     }
 
     fn give_back(&self, name: Name, id: u64) {
-        let mut woken = SmallVec::<[Waker; 4]>::new();
         let mut shard = self.shards[name.shard()].lock();
-        if let Some(queue) = shard.get_mut(&name.0) {
-            queue.retain(|entry| entry.id != id);
-            if queue.is_empty() {
-                shard.remove(&name.0);
-            } else {
-                woken.extend(
-                    (0..queue.len())
-                        .map_while(|at| valid(queue, at).then(|| queue[at].waker.take()))
-                        .flatten(),
-                );
-            }
+        let Some(at) = shard.position(name, id) else { return };
+        shard.entries.remove(at);
+        if shard.entries.is_empty() {
+            return;
         }
+        let woken = shard.wakers(name);
         drop(shard);
         woken.into_iter().for_each(Waker::wake);
     }
 
-    /// Number of keys with a queue.
+    /// Number of tickets.
     #[cfg(test)]
-    pub fn queues(&self) -> usize {
-        self.shards.iter().map(|shard| shard.lock().len()).sum()
+    pub fn count(&self) -> usize {
+        self.shards.iter().map(|shard| shard.lock().entries.len()).sum()
     }
-}
-
-fn append(shard: &mut Shard, name: Name, id: u64, hold: Hold) {
-    shard.entry(name.0).or_default().push(Entry { id, hold, waker: None });
-}
-
-fn valid(queue: &Queue, at: usize) -> bool {
-    at == 0 || queue[..=at].iter().all(|entry| entry.hold == Hold::Shared)
 }
 
 /// Tickets of one call; returned when the value is dropped.
@@ -158,11 +171,16 @@ pub(crate) struct Ticket<'a> {
     tickets: &'a Tickets,
     id: u64,
     names: SmallVec<[Name; 1]>,
+    /// True if all tickets were valid when they were taken.
+    is_valid: bool,
 }
 
 impl Ticket<'_> {
     /// Waits until all tickets are valid.
     pub async fn valid(&self) {
+        if self.is_valid {
+            return;
+        }
         let mut at = 0;
         poll_fn(|cx| {
             while at < self.names.len() {
@@ -213,7 +231,7 @@ mod tests {
         drop(third);
         assert!(is_ready(&fourth));
         drop(fourth);
-        assert_eq!(tickets.queues(), 0);
+        assert_eq!(tickets.count(), 0);
     }
 
     #[test]
