@@ -66,15 +66,28 @@ impl<N: Nic> Data<N> {
     ///
     /// The scheme of the pool has no chunks below a block, or the pool is full.
     pub fn create(pool: Pool<N>, heap: heap::Settings, settings: Settings) -> Result<Self, Error> {
-        if pool.first_chunk().is_none() {
+        Self::over(vec![pool], heap, settings)
+    }
+
+    /// Creates an empty store over several memory nodes. The first one has the root.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Data::create`]; or the memory nodes have chunks of different sizes.
+    pub fn over(
+        pools: Vec<Pool<N>>,
+        heap: heap::Settings,
+        settings: Settings,
+    ) -> Result<Self, Error> {
+        if pools.iter().any(|pool| pool.first_chunk().is_none()) {
             return Err(Error::Scheme);
         }
-        let memory = PoolMemory::new(pool, 0, heap)?;
+        let memory = PoolMemory::over(pools, heap)?;
         let store = Store::create_blocking(memory.clone(), memory.clone(), System, settings)?;
         Ok(Self { store, memory, state: State::default() })
     }
 
-    /// The pool.
+    /// The pool of the first memory node.
     pub fn pool(&self) -> &Pool<N> {
         self.memory.pool()
     }
@@ -112,11 +125,11 @@ impl<N: Nic> Keyspace for Data<N> {
     }
 
     fn poll(&self) -> usize {
-        self.memory.pool().poll()
+        self.memory.poll()
     }
 
     fn park(&self, limit: Duration) {
-        self.memory.pool().park(limit);
+        self.memory.park(limit);
     }
 
     fn size(&self, db: u8) -> Size {
@@ -143,6 +156,7 @@ impl<N: Nic> Keyspace for Data<N> {
 
     fn facts(&self) -> Vec<Fact> {
         let (stats, pool) = (self.store.stats(), self.memory.pool());
+        let (nodes, lost) = self.memory.nodes();
         let fact = |name, value: u64| Fact { name, value: value.to_string() };
         vec![
             Fact { name: "pool_scheme", value: pool.scheme().to_string() },
@@ -150,10 +164,19 @@ impl<N: Nic> Keyspace for Data<N> {
             fact("pool_chunks_held", stats.usage.chunks),
             fact("pool_bytes_held", stats.usage.held),
             fact("pool_groups", pool.groups().into()),
+            fact("pool_memory_nodes", nodes as u64),
+            fact("pool_memory_nodes_lost", lost as u64),
+            fact("store_keys_lost", stats.lost),
             fact("store_live_bytes", stats.usage.live),
             fact("store_limbo_bytes", stats.usage.limbo),
             fact("store_index_bytes", stats.index_bytes),
             fact("store_subtables", stats.tables),
+            fact("store_subtables_mirrored", stats.mirrored),
+            fact("index_cache_bytes", stats.mirror_bytes),
+            fact("cache_bytes", stats.cache.bytes),
+            fact("cache_entries", stats.cache.entries),
+            fact("cache_hits", stats.cache.hits),
+            fact("cache_misses", stats.cache.misses),
             fact("store_blocks_moved", stats.moved),
             fact("store_generation", self.store.generation()),
         ]

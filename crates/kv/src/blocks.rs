@@ -35,7 +35,9 @@ pub struct Usage {
 /// tells its allocator which blocks are in use ([`Blocks::adopt`]).
 pub trait Blocks {
     /// Keeps retired blocks from being used again, until the pin is dropped.
-    type Pin;
+    type Pin<'a>
+    where
+        Self: 'a;
 
     /// Bytes of a slab: the longest block.
     fn slab(&self) -> u32;
@@ -51,7 +53,7 @@ pub trait Blocks {
     fn retire(&self, place: Place);
 
     /// Pins all blocks that can be reached now.
-    fn pin(&self) -> Self::Pin;
+    fn pin(&self) -> Self::Pin<'_>;
 
     /// Takes over blocks of a predecessor: place, bytes and stripe of each.
     fn adopt(&self, used: &[(Place, u32, u32)]) -> Result<(), NoBlock>;

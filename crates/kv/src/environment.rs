@@ -5,6 +5,11 @@ pub trait Environment {
     /// Milliseconds since 1970.
     fn now(&self) -> u64;
 
+    /// Milliseconds since 1970, some milliseconds late, for notes of uses.
+    fn roughly_now(&self) -> u64 {
+        self.now()
+    }
+
     /// A random number, for choices. The number need not be secret.
     fn random(&self) -> u64;
 
@@ -22,6 +27,12 @@ impl Environment for System {
     fn now(&self) -> u64 {
         let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         since.map_or(0, |since| since.as_millis() as u64)
+    }
+
+    fn roughly_now(&self) -> u64 {
+        // The kernel keeps this clock in memory; the exact one reads the processor's counter.
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
+        now.tv_sec as u64 * 1000 + now.tv_nsec as u64 / 1_000_000
     }
 
     fn random(&self) -> u64 {

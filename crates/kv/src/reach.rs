@@ -76,6 +76,14 @@ pub enum Stopped {
     /// The connection broke. A verb that was posted may or may not have taken effect.
     #[error("accessing remote memory: the connection broke: {0}; connect and open the store again")]
     Lost(String),
+    /// A memory node is gone, with all that it held.
+    #[error("accessing memory node {node}: {why}; what the memory node held is lost")]
+    Gone {
+        /// Number of the memory node in places.
+        node: u8,
+        /// The symptom.
+        why: String,
+    },
 }
 
 /// Reaches remote memory for an index.
@@ -105,4 +113,18 @@ pub trait Reach {
     /// True if verbs on the two addresses take effect in the order in which they are posted,
     /// because both use one QP.
     fn ordered(&self, a: Address, b: Address) -> bool;
+
+    /// Like [`Reach::run`], if all steps are [ordered](Reach::ordered). Otherwise returns false, and
+    /// nothing is executed.
+    fn run_in_order(&self, steps: &mut [Step<'_>]) -> impl Future<Output = Result<bool, Stopped>> {
+        async move {
+            let is_ordered = steps.windows(2).all(|pair| self.ordered(pair[0].at(), pair[1].at()));
+            if is_ordered { self.run(steps).await.map(|()| true) } else { Ok(false) }
+        }
+    }
+
+    /// True if a round trip has found that memory node `node` is gone.
+    fn is_lost(&self, _node: u8) -> bool {
+        false
+    }
 }

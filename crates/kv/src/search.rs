@@ -24,10 +24,14 @@ impl Buckets {
 
     /// The slots, each of them once.
     pub fn slots(self) -> impl Iterator<Item = usize> {
+        self.buckets().flat_map(slots_of)
+    }
+
+    /// The buckets, each of them once.
+    pub fn buckets(self) -> impl Iterator<Item = u32> {
         // Mains of one group share their overflow bucket.
         let fourth = (self.overflow[0] != self.overflow[1]).then_some(self.overflow[1]);
-        let buckets = [self.main[0], self.overflow[0], self.main[1]].into_iter().chain(fourth);
-        buckets.flat_map(slots_of)
+        [self.main[0], self.overflow[0], self.main[1]].into_iter().chain(fourth)
     }
 
     /// The slot for a new key: in the less loaded combined bucket, in its main bucket first.

@@ -109,8 +109,13 @@ fn operations_are_linearizable_per_key() {
         let (_, form, mirror) = COLUMNS[seed as usize % 3];
         let world = World::new(4096, 1 << 20, true, seed);
         let stripes = (seed / 3 % 2) as u8;
-        let store =
-            world.create(kv::Settings { stripe_bits: stripes, ..settings(form, mirror, 1) });
+        let store = world.create(kv::Settings {
+            stripe_bits: stripes,
+            // A value cache, and mirrors of some subtables.
+            cache: seed / 12 % 2 * (256 << 10),
+            index_cache: [u64::MAX, 2000][seed as usize / 6 % 2],
+            ..settings(form, mirror, 1)
+        });
         let history = History::default();
         let (history, store) = (&history, &store);
         let keys = 2 + seed % 7;

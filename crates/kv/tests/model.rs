@@ -6,7 +6,7 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
 use common::{BEGIN, COLUMNS, TestStore, World, block_on, settings};
-use kv::{Condition, Cursor, Expiry, SetOptions, Update, Wanted};
+use kv::{Condition, Cursor, Expiry, SetOptions, Settings, Update, Wanted};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -281,10 +281,14 @@ impl Check {
     }
 }
 
-fn check(column: usize, ops: Vec<Op>) {
+fn column(column: usize) -> Settings {
     let (_, form, mirror) = COLUMNS[column];
+    settings(form, mirror, 1)
+}
+
+fn check(settings: Settings, ops: Vec<Op>) {
     let world = World::new(4096, 1 << 20, false, 9);
-    let store = world.create(settings(form, mirror, 1));
+    let store = world.create(settings);
     let (model, scan) = (BTreeMap::new(), Scan::default());
     let mut check = Check { world, store, model, now: BEGIN, scan, serial: 0 };
     ops.into_iter().for_each(|op| check.step(op));
@@ -296,16 +300,32 @@ proptest! {
 
     #[test]
     fn published_store_agrees_with_a_map(ops in vec(op(), 1..200)) {
-        check(0, ops);
+        check(column(0), ops);
     }
 
     #[test]
     fn fused_store_agrees_with_a_map(ops in vec(op(), 1..200)) {
-        check(1, ops);
+        check(column(1), ops);
     }
 
     #[test]
     fn mirrored_store_agrees_with_a_map(ops in vec(op(), 1..200)) {
-        check(2, ops);
+        check(column(2), ops);
+    }
+
+    #[test]
+    fn store_with_a_value_cache_agrees_with_a_map(ops in vec(op(), 1..200), large in any::<bool>()) {
+        // The small cache drops entries all the time.
+        let cache = if large { 8 << 20 } else { 32 << 10 };
+        check(Settings { cache, ..column(2) }, ops);
+    }
+
+    #[test]
+    fn store_with_few_mirrors_agrees_with_a_map(
+        ops in vec(op(), 1..200), mirrors in 0..4_u64, verify_keys in any::<bool>(),
+    ) {
+        // A subtable of one group has 21 slots.
+        let index_cache = mirrors * 21 * 16;
+        check(Settings { index_cache, verify_keys, cache: 1 << 20, ..column(2) }, ops);
     }
 }

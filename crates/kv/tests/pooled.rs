@@ -106,6 +106,57 @@ fn store_over_each_scheme_reads_what_was_written() {
 }
 
 #[test]
+fn store_over_two_memory_nodes_spreads_blocks_and_keeps_round_trips() {
+    let pools = vec![pool(schemes::ALL[0]), pool(schemes::ALL[0])];
+    let memory = PoolMemory::over(pools, heap::Settings::NO_RESERVE).unwrap();
+    let settings = Settings { stripe_bits: 2, cache: 64 << 10, ..Settings::default() };
+    let store = Store::create_blocking(memory.clone(), memory.clone(), System, settings).unwrap();
+    for i in 0..100 {
+        store.set_blocking(0, &name(i), &value(i), SetOptions::default()).unwrap();
+    }
+    check(&store, 0..100);
+    let live: Vec<u64> = memory.heaps().map(|heap| heap.stats().live_bytes()).collect();
+    assert!(live.len() == 2 && live.iter().all(|bytes| *bytes > 100_000), "{live:?}");
+    assert_eq!(memory.nodes(), (2, 0));
+
+    // Block and slot lie behind one QP of one memory node.
+    let before = store.trips(kv::Operation::Set).waits;
+    (0..6).for_each(|i| {
+        store.set_blocking(0, &name(i), b"short", SetOptions::default()).unwrap();
+    });
+    assert_eq!(store.trips(kv::Operation::Set).waits - before, 6);
+    let names: Vec<_> = (0..100).map(name).collect();
+    let keys: Vec<_> = names.iter().map(Vec::as_slice).collect();
+    let found = store.get_many_blocking(0, &keys).unwrap();
+    for (i, found) in found.into_iter().enumerate() {
+        let expected = if i < 6 { b"short".to_vec() } else { value(i as u32) };
+        assert_eq!(found, Some(expected), "key {i}");
+    }
+    // Keys of all stripes, so that the slots are not of one memory node.
+    let wanted: Vec<_> = keys.iter().map(|key| Wanted { db: 0, key, is_read: false }).collect();
+    let all = |call: &mut kv::Transaction| {
+        (0..100).for_each(|i| call.put(i, vec![i as u8; 40], Expiry::Never));
+    };
+    store.atomically_blocking(&wanted, all).unwrap();
+    for i in 0..100 {
+        assert_eq!(store.get_blocking(0, &name(i)).unwrap(), Some(vec![i as u8; 40]));
+    }
+    store.flush_blocking(0).unwrap();
+    for _ in 0..4 {
+        block_on(kv::blocks::Blocks::tend(&memory)).unwrap();
+    }
+    memory.heaps().for_each(|heap| heap.audit().unwrap());
+}
+
+#[test]
+fn memory_nodes_must_have_equal_chunks() {
+    let other = pool::Settings { donate_bytes: 1 << 20, chunk_bytes: 8192, ..Default::default() };
+    let pools = vec![pool(schemes::ALL[0]), Pool::embedded(other).unwrap()];
+    assert!(PoolMemory::over(pools, heap::Settings::default()).is_err());
+    assert!(PoolMemory::<pool::DefaultNic>::over(Vec::new(), heap::Settings::default()).is_err());
+}
+
+#[test]
 fn threads_share_a_store() {
     for (form, mirror) in [(Form::Fused, true), (Form::Fused, false), (Form::Published, false)] {
         let pool = pool(schemes::ALL[0]);

@@ -4,8 +4,8 @@ mod common;
 
 use std::borrow::Cow;
 
-use common::{BEGIN, COLUMNS, block_on, store};
-use kv::{Expiry, Operation, SetOptions, Update, Wanted};
+use common::{BEGIN, COLUMNS, TestStore, World, block_on, settings, store};
+use kv::{Expiry, Form, Operation, SetOptions, Settings, Update, Wanted};
 
 /// The table of the design: published; fused with a remote index; fused and mirrored.
 const TABLE: [(&str, [u64; 3]); 9] = [
@@ -66,6 +66,83 @@ fn round_trips_are_those_of_the_table() {
         assert_eq!(store.trips(Operation::Delete).waits, TABLE[4].1[column]);
         assert_eq!(store.len(0), 1);
     }
+}
+
+/// Round trips of `operation` with each of several settings.
+fn taken(settings: &Settings, operation: impl Fn(&TestStore)) -> u64 {
+    let world = World::new(4096, 1 << 20, false, 1);
+    let store = world.create(settings.clone());
+    for key in [&b"first"[..], b"key"] {
+        block_on(store.set(0, key, b"value", SetOptions::default())).expect("a write");
+    }
+    let before = world.client.waits();
+    operation(&store);
+    world.client.waits() - before
+}
+
+fn mirrored() -> Settings {
+    settings(Form::Fused, true, 21)
+}
+
+fn get(store: &TestStore) {
+    let found = block_on(store.get(0, b"key")).expect("a read");
+    assert_eq!(found.as_deref(), Some(&b"value"[..]));
+}
+
+#[test]
+fn value_in_the_cache_takes_no_round_trip() {
+    let cached = Settings { cache: 1 << 20, ..mirrored() };
+    assert_eq!(taken(&cached, get), 0, "value cached");
+    let several = |store: &TestStore| {
+        let found = block_on(store.get_many(0, &[b"key", b"first", b"absent"])).expect("a read");
+        assert_eq!(found, [Some(b"value".to_vec()), Some(b"value".to_vec()), None]);
+    };
+    assert_eq!(taken(&cached, several), 0, "values cached");
+    let append = |store: &TestStore| {
+        let change = |value: Option<&[u8]>, _| {
+            let longer = [value.unwrap_or_default(), b"+"].concat();
+            Update::Put(Cow::Owned(longer), Expiry::Keep)
+        };
+        block_on(store.update(0, b"key", change)).expect("an update");
+    };
+    assert_eq!(taken(&cached, append), 1, "update of a cached value");
+    // A value that is no longer there is read once, and then kept again.
+    let after_a_move = |store: &TestStore| {
+        block_on(store.update(0, b"key", |_, _| Update::Delete)).expect("a deletion");
+        block_on(store.set(0, b"key", b"value", SetOptions::default())).expect("a write");
+        get(store);
+    };
+    assert_eq!(taken(&cached, after_a_move), 2, "deletion and write");
+    let without_mirror = Settings { index_cache: 0, ..cached };
+    assert_eq!(taken(&without_mirror, get), TABLE[0].1[1], "index remote");
+}
+
+#[test]
+fn subtables_beyond_the_bound_take_the_round_trips_of_a_remote_index() {
+    let subtable = 21 * 3 * 7 * 16;
+    for (index_cache, column) in [(0, 1), (subtable - 1, 1), (subtable, 2)] {
+        let bounded = Settings { index_cache, ..mirrored() };
+        assert_eq!(taken(&bounded, get), TABLE[0].1[column], "{index_cache} bytes");
+        let set = |store: &TestStore| {
+            drop(block_on(store.set(0, b"key", b"other", SetOptions::default())).expect("a write"));
+        };
+        assert_eq!(taken(&bounded, set), TABLE[3].1[column], "{index_cache} bytes");
+    }
+}
+
+#[test]
+fn comparison_of_keys_takes_one_round_trip() {
+    let verifying = Settings { verify_keys: true, ..mirrored() };
+    let set = |key: &'static [u8]| {
+        move |store: &TestStore| {
+            drop(block_on(store.set(0, key, b"other", SetOptions::default())).expect("a write"));
+        }
+    };
+    assert_eq!(taken(&verifying, set(b"key")), 2);
+    assert_eq!(taken(&verifying, set(b"new")), 1);
+    assert_eq!(taken(&verifying, get), 1);
+    let exists = |store: &TestStore| assert!(block_on(store.exists(0, b"key")).expect("a read"));
+    assert_eq!(taken(&verifying, exists), 1);
 }
 
 #[test]

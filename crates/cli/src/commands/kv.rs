@@ -80,9 +80,11 @@ pub struct Kv {
     #[arg(long, value_name = "THREADS")]
     threads: Option<u16>,
 
-    /// Memory node: shm:PATH or roce://HOST[:PORT] [default: one in this process]
+    /// Memory node: shm:PATH or roce://HOST[:PORT]. Repeat for several: keys are spread over them,
+    /// and the keys of one that is gone are lost. The first one must stay [default: one in this
+    /// process]
     #[arg(long, value_name = "POOL", conflicts_with_all = ["memory", "chunk"])]
-    pool: Option<PoolAddress>,
+    pool: Vec<PoolAddress>,
 
     #[command(flatten)]
     token: TokenFile,
@@ -95,10 +97,22 @@ pub struct Kv {
     #[arg(long, value_name = "SIZE", default_value_t = Size(CHUNK_BYTES))]
     chunk: Size,
 
-    /// Keep no copy of the index in this process. Each command then reads the index in the pool.
-    /// For comparison
-    #[arg(long)]
+    /// Memory of this process for values. Reads of a value that is there send nothing to the pool
+    #[arg(long, value_name = "SIZE", default_value_t = Size(0))]
+    cache: Size,
+
+    /// Limit of this process's copy of the index. Commands read the rest in the pool; with 0 they
+    /// read all of it there [default: no limit]
+    #[arg(long, value_name = "SIZE")]
+    index_cache: Option<Size>,
+
+    /// Keep no copy of the index in this process: the same as --index-cache 0
+    #[arg(long, conflicts_with = "index_cache")]
     no_index_cache: bool,
+
+    /// Read a key before it is changed, instead of trusting 78 bits of its hash
+    #[arg(long)]
+    verify_keys: bool,
 
     #[command(flatten)]
     metrics: MetricsPage,
@@ -115,6 +129,7 @@ Examples:
   granary kv
   granary kv --port 7000 --memory 8GiB --maxmemory 7gb --maxmemory-policy allkeys-lfu
   granary kv --pool shm:/run/granary.sock --threads 2
+  granary kv --pool roce://one --pool roce://two --cache 1GiB
   granary kv /etc/redis/redis.conf --metrics 9466
   redis-cli -p 6379 set greeting hello";
 
@@ -145,14 +160,20 @@ impl Kv {
         fit_clients(&setup.config)?;
         // Block the signals before threads start, so that no thread receives one.
         let signals = Signals::to_stop().context("wait for signals")?;
-        let pool = self.open_pool(threads)?;
-        let groups = pool.groups().clamp(1, GROUPS_MAX);
+        let pools = self.open_pools(threads)?;
+        let groups = pools.iter().map(|pool| pool.groups().max(1)).min().unwrap_or(1);
+        // A stripe for each group of each memory node.
+        let stripes = (usize::from(groups) * pools.len()).next_power_of_two();
+        let stripes = stripes.min(usize::from(GROUPS_MAX));
         let settings = kv::Settings {
             mirror: !self.no_index_cache,
-            stripe_bits: groups.ilog2() as u8,
+            index_cache: self.index_cache.map_or(u64::MAX, |size| size.0),
+            cache: self.cache.0,
+            verify_keys: self.verify_keys,
+            stripe_bits: stripes.ilog2() as u8,
             ..kv::Settings::default()
         };
-        let data = Arc::new(Data::create(pool, heap::Settings::default(), settings)?);
+        let data = Arc::new(Data::over(pools, heap::Settings::default(), settings)?);
         let survival = self.survival(&setup.config);
         let running = setup.start(data.clone())?;
         let (server, store) = (running.server().clone(), data.clone());
@@ -225,24 +246,28 @@ impl Kv {
         Ok(Setup { config, ignored, file })
     }
 
-    fn open_pool(&self, threads: u16) -> anyhow::Result<Pool> {
+    fn open_pools(&self, threads: u16) -> anyhow::Result<Vec<Pool>> {
         let groups = Some(threads.next_power_of_two().min(GROUPS_MAX));
         let options = Options { groups, send_blocks: SEND_BLOCKS, ..Options::default() };
-        if let Some(pool) = self.pool.clone() {
-            let pool = pool.with_token(self.token.token_file.as_deref(), "kv")?;
-            return Ok(pool.node("kv")?.connect(options)?);
+        if !self.pool.is_empty() {
+            let connect = |pool: &PoolAddress| -> anyhow::Result<Pool> {
+                let pool = pool.clone().with_token(self.token.token_file.as_deref(), "kv")?;
+                Ok(pool.node("kv")?.connect(options.clone())?)
+            };
+            return self.pool.iter().map(connect).collect();
         }
         let donation = Donation { memory: self.memory, chunk: Some(self.chunk) };
         donation.check(schemes::ONESIDEDMW, "kv")?;
         let node = EmbeddedNode::start(&donation.settings(schemes::ONESIDEDMW))?;
-        Ok(Pool::embedded_in(&Arc::new(node), options)?)
+        Ok(vec![Pool::embedded_in(&Arc::new(node), options)?])
     }
 
     fn pool_name(&self) -> String {
-        match &self.pool {
-            Some(pool) => pool.to_string(),
-            None => format!("embedded, {}", self.memory),
+        if self.pool.is_empty() {
+            return format!("embedded, {}", self.memory);
         }
+        let names: Vec<_> = self.pool.iter().map(PoolAddress::to_string).collect();
+        names.join(", ")
     }
 
     /// What survives which failure, on one line.

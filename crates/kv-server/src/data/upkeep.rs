@@ -169,7 +169,14 @@ impl<N: Nic> Data<N> {
         if turns.is_multiple_of(10) {
             self.compact(&worker.server).await?;
         }
-        self.store.blocks().tend().await.map_err(kv::Error::from)
+        self.store.blocks().tend().await?;
+        let before = self.store.stats().lost;
+        self.store.drop_lost().await?;
+        let keys = self.store.stats().lost - before;
+        if keys > 0 {
+            tracing::warn!(keys, "a memory node is gone; the keys that it held are lost");
+        }
+        Ok(())
     }
 
     async fn save_if_due(&self, worker: &Worker) {

@@ -174,6 +174,12 @@ impl Head {
         Ok(head)
     }
 
+    /// True if `block`, which begins with this header, is of the key with these hash and bytes.
+    pub fn is_of(&self, upper: u64, key: &[u8], block: &[u8]) -> bool {
+        let found = block.get(HEADER_BYTES..HEADER_BYTES + key.len());
+        self.upper == upper && self.key as usize == key.len() && found == Some(key)
+    }
+
     /// True if the key has expired at `now`.
     pub const fn is_expired(&self, now: u64) -> bool {
         self.expiry != 0 && self.expiry <= now
@@ -217,6 +223,20 @@ impl<'a> Block<'a> {
             return Err(Malformed("a block's checksum differs"));
         }
         Ok(Self { head, key: &block[HEADER_BYTES..key_end], rest: &block[key_end..] })
+    }
+
+    /// The block in `bytes`, which were parsed before. The checksum is not compared again.
+    pub fn parsed(bytes: &'a [u8]) -> Result<Self, Malformed> {
+        let head = Head::parse(bytes)?;
+        let key_end = HEADER_BYTES + head.key as usize;
+        let end = match head.kind {
+            Kind::String => key_end + head.value as usize,
+            _ => bytes.len(),
+        };
+        match (bytes.get(HEADER_BYTES..key_end), bytes.get(key_end..end)) {
+            (Some(key), Some(rest)) => Ok(Self { head, key, rest }),
+            _ => Err(Malformed("a block is longer than its slot says")),
+        }
     }
 
     /// The list of pieces. An error for a string.

@@ -21,6 +21,7 @@ pub struct Arena {
 
 #[derive(Debug)]
 struct State {
+    nodes: u8,
     first: u64,
     end: u64,
     chunks: BTreeMap<u64, Chunk>,
@@ -68,7 +69,14 @@ impl Drop for Pin {
 impl Arena {
     /// An allocator of chunks `first` to `end` of memory node 0.
     pub fn new(memory: Arc<Memory>, first: u64, end: u64) -> Self {
+        Self::over(memory, 1, first, end)
+    }
+
+    /// An allocator of chunks `first` to `end` of each of `nodes` memory nodes. The stripes take
+    /// turns on them.
+    pub fn over(memory: Arc<Memory>, nodes: u8, first: u64, end: u64) -> Self {
         let state = State {
+            nodes,
             first,
             end,
             chunks: BTreeMap::new(),
@@ -97,15 +105,34 @@ impl Arena {
     }
 }
 
+/// First bit of a chunk's number that is the number of the memory node.
+const NODE_AT: u32 = 32;
+
 fn place_of(chunk: u64, slab: u32, i: u32, bytes: u32) -> Place {
-    Place::of((chunk * u64::from(slab) + u64::from(i * bytes)) / UNIT)
+    let (node, number) = ((chunk >> NODE_AT) as u8, chunk & ((1 << NODE_AT) - 1));
+    let unit = (number * u64::from(slab) + u64::from(i * bytes)) / UNIT;
+    Place::new(node, unit).unwrap_or_default()
+}
+
+/// The number of the chunk that has `place`.
+fn chunk_of(place: Place, slab: u32) -> u64 {
+    u64::from(place.node()) << NODE_AT | place.at(0).offset / u64::from(slab)
 }
 
 impl State {
     fn allocate(&mut self, memory: &Memory, stripe: u32, bytes: u32) -> Option<Place> {
+        let nodes = u32::from(self.nodes);
+        let order = (0..nodes).map(|next| ((stripe + next) % nodes) as u8);
+        let mut alive = order.filter(|node| !memory.is_lost(*node));
+        alive.find_map(|node| self.allocate_on(memory, node, stripe, bytes))
+    }
+
+    fn allocate_on(&mut self, memory: &Memory, node: u8, stripe: u32, bytes: u32) -> Option<Place> {
         let slab = memory.chunk();
         let bytes = class::fitting(slab, bytes.max(1))?.1;
-        let open = self.chunks.iter_mut().find(|(_, chunk)| {
+        let of_node = |number: u64| u64::from(node) << NODE_AT | number;
+        let range = of_node(0)..of_node(1 << NODE_AT);
+        let open = self.chunks.range_mut(range).find(|(_, chunk)| {
             chunk.stripe == stripe
                 && chunk.bytes == bytes
                 && !chunk.leaving
@@ -114,8 +141,8 @@ impl State {
         let (number, chunk) = match open {
             Some((number, chunk)) => (*number, chunk),
             None => {
-                let number =
-                    (self.first..self.end).find(|number| !self.chunks.contains_key(number))?;
+                let mut numbers = (self.first..self.end).map(of_node);
+                let number = numbers.find(|number| !self.chunks.contains_key(number))?;
                 memory.set_stripe(place_of(number, slab, 0, 0).at(0), stripe);
                 let chunk = Chunk { stripe, bytes, used: BTreeSet::new(), leaving: false };
                 (number, self.chunks.entry(number).or_insert(chunk))
@@ -128,7 +155,7 @@ impl State {
 
     fn free(&mut self, memory: &Memory, place: Place) {
         let at = place.at(0).offset;
-        let number = at / u64::from(memory.chunk());
+        let number = chunk_of(place, memory.chunk());
         let Some(chunk) = self.chunks.get_mut(&number) else {
             self.wrong_frees += 1;
             return;
@@ -159,7 +186,7 @@ impl State {
         let slab = memory.chunk();
         let Some((_, bytes)) = class::fitting(slab, bytes) else { return false };
         let at = place.at(0).offset;
-        let number = at / u64::from(slab);
+        let number = chunk_of(place, slab);
         memory.set_stripe(place.at(0), stripe);
         let chunk = Chunk { stripe, bytes, used: BTreeSet::new(), leaving: false };
         let chunk = self.chunks.entry(number).or_insert(chunk);
@@ -172,7 +199,7 @@ impl State {
 }
 
 impl Blocks for Arena {
-    type Pin = Pin;
+    type Pin<'a> = Pin;
 
     fn slab(&self) -> u32 {
         self.memory.chunk()
@@ -234,7 +261,7 @@ impl Blocks for Arena {
     }
 
     fn is_leaving(&self, place: Place) -> bool {
-        let number = place.at(0).offset / u64::from(self.memory.chunk());
+        let number = chunk_of(place, self.memory.chunk());
         self.state.lock().chunks.get(&number).is_some_and(|chunk| chunk.leaving)
     }
 
@@ -247,7 +274,7 @@ impl Blocks for Arena {
         let slab = self.memory.chunk();
         let live = state.chunks.values().map(|c| u64::from(c.bytes) * c.used.len() as u64).sum();
         let size = |place: &Place| {
-            let number = place.at(0).offset / u64::from(slab);
+            let number = chunk_of(*place, slab);
             state.chunks.get(&number).map_or(0, |chunk| u64::from(chunk.bytes))
         };
         let limbo = state.retired.iter().map(|(_, place)| size(place)).sum::<u64>();

@@ -29,6 +29,7 @@ const END: u64 = 1 << 32;
 pub struct Memory {
     nodes: Mutex<HashMap<u8, Vec<u8>>>,
     stripes: Mutex<HashMap<(u8, u64), u32>>,
+    lost: Mutex<Vec<u8>>,
     chunk: u64,
 }
 
@@ -76,6 +77,16 @@ impl Memory {
         old
     }
 
+    /// Ends memory node `node`: all later verbs on its memory fail.
+    pub fn lose(&self, node: u8) {
+        self.lost.lock().push(node);
+    }
+
+    /// True if memory node `node` has ended.
+    pub fn is_lost(&self, node: u8) -> bool {
+        self.lost.lock().contains(&node)
+    }
+
     fn set_stripe(&self, at: Address, stripe: u32) {
         self.stripes.lock().insert((at.node, at.offset / self.chunk), stripe);
     }
@@ -92,6 +103,10 @@ pub struct Client {
     waits: AtomicU64,
     verbs: AtomicU64,
     limit: AtomicU64,
+    /// Number of the verb before which a memory node ends, and the memory node.
+    loss: Mutex<Option<(u64, u8)>>,
+    /// Number of the verb that breaks off, and whether the verb takes effect.
+    broken: Mutex<Option<(u64, bool)>>,
     interleaved: bool,
 }
 
@@ -99,7 +114,16 @@ impl Client {
     /// A compute node. `interleaved`: other tasks run between two verbs of this compute node.
     pub fn new(memory: Arc<Memory>, interleaved: bool) -> Self {
         let limit = AtomicU64::new(u64::MAX);
-        Self { memory, waits: AtomicU64::new(0), verbs: AtomicU64::new(0), limit, interleaved }
+        let (waits, verbs) = (AtomicU64::new(0), AtomicU64::new(0));
+        Self {
+            memory,
+            waits,
+            verbs,
+            limit,
+            loss: Mutex::default(),
+            broken: Mutex::default(),
+            interleaved,
+        }
     }
 
     /// Number of round trips so far.
@@ -116,6 +140,17 @@ impl Client {
     /// the first of them, if it is a long WRITE, one half takes effect.
     pub fn crash_after(&self, verbs: u64) {
         self.limit.store(self.verbs() + verbs, Ordering::Relaxed);
+    }
+
+    /// Ends memory node `node` after `verbs` more verbs of this compute node.
+    pub fn lose_after(&self, node: u8, verbs: u64) {
+        *self.loss.lock() = Some((self.verbs() + verbs, node));
+    }
+
+    /// Breaks the connection off at the verb after `verbs` more verbs: its list ends, and later
+    /// lists are executed again. `has_effect`: the verb takes effect nevertheless.
+    pub fn break_after(&self, verbs: u64, has_effect: bool) {
+        *self.broken.lock() = Some((self.verbs() + verbs, has_effect));
     }
 
     /// True if the compute node has stopped.
@@ -137,8 +172,23 @@ impl Client {
             }
             return Err(Stopped::Lost("the compute node has crashed".into()));
         }
+        if let Some((at, node)) = *self.loss.lock()
+            && at == verb
+        {
+            self.memory.lose(node);
+        }
+        if self.memory.is_lost(step.at().node) {
+            return Err(Stopped::Gone {
+                node: step.at().node,
+                why: "its process has ended".into(),
+            });
+        }
         if step.at().offset >= END {
             return Err(Stopped::Refused("the address is beyond the memory".into()));
+        }
+        let broken = self.broken.lock().filter(|(at, _)| *at == verb);
+        if broken.is_some_and(|(_, has_effect)| !has_effect) {
+            return Err(Stopped::Lost("the connection broke off".into()));
         }
         match step {
             Step::Read { at, into } => self.memory.read(*at, into),
@@ -150,7 +200,10 @@ impl Client {
                 **old = self.memory.word(*at, |old| old.wrapping_add(*amount));
             }
         }
-        Ok(())
+        match broken {
+            Some(_) => Err(Stopped::Lost("the connection broke off".into())),
+            None => Ok(()),
+        }
     }
 
     fn write_half(&self, at: Address, from: &[u8], first: bool) {
@@ -199,6 +252,10 @@ impl Reach for Arc<Client> {
 
     fn ordered(&self, a: Address, b: Address) -> bool {
         a.node == b.node && self.memory.stripe(a) == self.memory.stripe(b)
+    }
+
+    fn is_lost(&self, node: u8) -> bool {
+        self.memory.is_lost(node)
     }
 }
 

@@ -46,10 +46,16 @@ pub(super) fn is_one_list(steps: &[Step<'_>], grants: &[(Grant, u64)]) -> bool {
         Step::Write { from, .. } => from.len(),
         Step::Cas { .. } | Step::Add { .. } => 8,
     };
-    let qp = |(grant, _): &(Grant, u64)| (grant.group, grant.function);
     steps.len() <= LIST
         && steps.iter().map(bytes).sum::<usize>() <= LIST_BYTES
-        && grants.windows(2).all(|pair| qp(&pair[0]) == qp(&pair[1]))
+        && is_one_qp(steps, grants)
+}
+
+/// True if all steps use one QP.
+pub(super) fn is_one_qp(steps: &[Step<'_>], grants: &[(Grant, u64)]) -> bool {
+    let qp = |(grant, _): &(Grant, u64)| (grant.group, grant.function);
+    grants.windows(2).all(|pair| qp(&pair[0]) == qp(&pair[1]))
+        && steps.windows(2).all(|pair| pair[0].at().node == pair[1].at().node)
 }
 
 /// Verbs of one list, with the grants and the offsets in them.
@@ -76,10 +82,11 @@ pub(super) fn divide<'a>(
     let at = step.at();
     let mut add = |step: Step<'a>, bytes: usize, done: u64| {
         let is_full = |(part, total): &(Part<'_>, usize)| {
-            let first = &part[0].1;
+            let (first, own, _) = &part[0];
             part.len() == LIST
                 || total + bytes > LIST_BYTES
-                || (first.group, first.function) != (grant.group, grant.function)
+                || first.at().node != at.node
+                || (own.group, own.function) != (grant.group, grant.function)
         };
         if lists.last().is_none_or(is_full) {
             lists.push((Part::new(), 0));

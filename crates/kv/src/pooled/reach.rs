@@ -5,11 +5,15 @@ use smallvec::SmallVec;
 use verbs::Nic;
 
 use super::PoolMemory;
-use super::lists::{FEW, LIST, LISTS, Part, divide, is_one_list, join, stopped, to_pool};
+use super::lists::{FEW, LIST, LISTS, Part, divide, is_one_list, is_one_qp, join, to_pool};
+use super::member::Member;
 use crate::place::Address;
 use crate::reach::{Range, Reach, Step, Stopped};
 
-impl<N: Nic> PoolMemory<N> {
+/// The grants of the steps of a round trip, and the offsets in them.
+type Grants = SmallVec<[(Grant, u64); FEW]>;
+
+impl<N: Nic> Member<N> {
     /// Executes steps of one list in place: a list of [`Part`] would copy them.
     async fn run_few(
         &self,
@@ -19,7 +23,7 @@ impl<N: Nic> PoolMemory<N> {
         let posted = steps.iter_mut().zip(grants);
         let mut posted: SmallVec<[pool::Step<'_, N>; FEW]> =
             posted.map(|(step, (grant, offset))| to_pool(step, grant, *offset)).collect();
-        self.shared.pool.run(Lane(0), &mut posted).await.map_err(stopped)
+        self.pool.run(Lane(0), &mut posted).await.map_err(|error| self.stopped(error))
     }
 
     async fn run_list(&self, part: &mut Part<'_>) -> Result<(), Stopped> {
@@ -27,7 +31,7 @@ impl<N: Nic> PoolMemory<N> {
         for (verb, grant, offset) in part.iter_mut() {
             steps.push(to_pool(verb, grant, *offset));
         }
-        self.shared.pool.run(Lane(0), &mut steps).await.map_err(stopped)
+        self.pool.run(Lane(0), &mut steps).await.map_err(|error| self.stopped(error))
     }
 }
 
@@ -41,38 +45,88 @@ impl<N: Nic> Reach for PoolMemory<N> {
     async fn close(&self, (): ()) {}
 
     async fn run(&self, steps: &mut [Step<'_>]) -> Result<(), Stopped> {
-        let locate = |at| {
-            let found = self.locate(at);
-            found.ok_or_else(|| Stopped::Refused(format!("no chunk of this process has {at}")))
-        };
-        let mut grants: SmallVec<[(Grant, u64); FEW]> = SmallVec::new();
-        for step in steps.iter() {
-            grants.push(locate(step.at())?);
-        }
+        let grants = self.grants(steps)?;
+        let Some(first) = steps.first() else { return Ok(()) };
         if is_one_list(steps, &grants) {
-            return self.run_few(steps, &grants).await;
+            return self.reached(first.at())?.run_few(steps, &grants).await;
         }
-        let mut lists = SmallVec::new();
-        let has_atomics =
-            steps.iter().any(|step| matches!(step, Step::Cas { .. } | Step::Add { .. }));
-        for step in steps.iter_mut() {
-            divide(step, &mut lists, locate)?;
+        // Boxed, because lists are long, and the future of a single list is to be short.
+        Box::pin(self.run_lists(steps)).await
+    }
+
+    async fn run_in_order(&self, steps: &mut [Step<'_>]) -> Result<bool, Stopped> {
+        let grants = self.grants(steps)?;
+        let Some(first) = steps.first() else { return Ok(true) };
+        let member = self.reached(first.at())?;
+        if is_one_list(steps, &grants) {
+            member.run_few(steps, &grants).await?;
+        } else if is_one_qp(steps, &grants) {
+            Box::pin(self.run_lists(steps)).await?;
+        } else {
+            return Ok(false);
         }
-        if let [(part, _)] = lists.as_mut_slice() {
-            return self.run_list(part).await;
-        }
-        // A fence within a list orders it, but no fence stands between two lists.
-        let at_once = if has_atomics { 1 } else { LISTS };
-        for lists in lists.chunks_mut(at_once) {
-            join(lists.iter_mut().map(|(part, _)| self.run_list(part))).await?;
-        }
-        Ok(())
+        Ok(true)
     }
 
     fn ordered(&self, a: Address, b: Address) -> bool {
         match (self.locate(a), self.locate(b)) {
-            (Some((a, _)), Some((b, _))) => (a.group, a.function) == (b.group, b.function),
+            (Ok((first, _)), Ok((second, _))) => {
+                let qp = |grant: Grant| (grant.group, grant.function);
+                a.node == b.node && qp(first) == qp(second)
+            }
             _ => false,
         }
+    }
+
+    fn is_lost(&self, node: u8) -> bool {
+        self.member(node).is_some_and(Member::is_lost)
+    }
+}
+
+impl<N: Nic> PoolMemory<N> {
+    fn grants(&self, steps: &[Step<'_>]) -> Result<Grants, Stopped> {
+        let mut grants = Grants::new();
+        for step in steps {
+            grants.push(self.locate(step.at())?);
+        }
+        Ok(grants)
+    }
+
+    /// Executes steps that are no single list.
+    async fn run_lists(&self, steps: &mut [Step<'_>]) -> Result<(), Stopped> {
+        let mut lists = SmallVec::new();
+        let has_atomics =
+            steps.iter().any(|step| matches!(step, Step::Cas { .. } | Step::Add { .. }));
+        for step in steps.iter_mut() {
+            divide(step, &mut lists, |at| self.locate(at))?;
+        }
+        // A fence within a list orders it, but no fence stands between two lists.
+        let at_once = if has_atomics { 1 } else { LISTS };
+        for lists in lists.chunks_mut(at_once) {
+            join(lists.iter_mut().map(|(part, _)| self.run_part(part))).await?;
+        }
+        Ok(())
+    }
+
+    /// Executes a list. All its steps are on one memory node.
+    async fn run_part(&self, part: &mut Part<'_>) -> Result<(), Stopped> {
+        let at = part[0].0.at();
+        self.reached(at)?.run_list(part).await
+    }
+
+    /// The memory node that has `at`.
+    fn reached(&self, at: Address) -> Result<&Member<N>, Stopped> {
+        let unknown = || Stopped::Refused(format!("the store has no memory node of {at}"));
+        let member = self.member(at.node).ok_or_else(unknown)?;
+        match member.is_lost() {
+            true => Err(Stopped::Gone { node: at.node, why: "noticed earlier".into() }),
+            false => Ok(member),
+        }
+    }
+
+    /// The grant that has `at`, and the offset of `at` in it.
+    fn locate(&self, at: Address) -> Result<(Grant, u64), Stopped> {
+        let found = self.reached(at)?.locate(at);
+        found.ok_or_else(|| Stopped::Refused(format!("no chunk of this process has {at}")))
     }
 }

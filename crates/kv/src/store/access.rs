@@ -16,6 +16,9 @@ use crate::reach::{Range, Reach, Step, Stopped};
 /// Steps of one round trip.
 pub(super) type Steps<'a> = SmallVec<[Step<'a>; 6]>;
 
+/// Attempts to finish a round trip that broke off. The pool establishes the connection again.
+const ATTEMPTS: u32 = 3;
+
 /// Marks the store as interrupted, unless the change ends.
 struct Armed<'a> {
     interrupted: &'a AtomicBool,
@@ -33,9 +36,19 @@ impl Drop for Armed<'_> {
 impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     /// Executes `steps` in one round trip.
     pub(super) async fn run(&self, trip: &Trip<'_>, steps: &mut [Step<'_>]) -> Result<(), Error> {
-        trip.count();
+        self.run_if(trip, steps, false).await.map(drop)
+    }
+
+    /// Like [`Store::run`]. `in_order`: only if the order of the steps is kept. Returns false if the
+    /// steps were not executed for this reason.
+    async fn run_if(
+        &self,
+        trip: &Trip<'_>,
+        steps: &mut [Step<'_>],
+        in_order: bool,
+    ) -> Result<bool, Error> {
         let mut rights = SmallVec::<[R::Right; 6]>::new();
-        let mut result = Ok(());
+        let mut result = Ok(true);
         for step in steps.iter() {
             match self.reach.open(range_of(step)).await {
                 Ok(right) => rights.push(right),
@@ -46,7 +59,13 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             }
         }
         if result.is_ok() {
-            result = self.reach.run(steps).await;
+            result = match in_order {
+                true => self.reach.run_in_order(steps).await,
+                false => self.reach.run(steps).await.map(|()| true),
+            };
+        }
+        if result != Ok(false) {
+            trip.count();
         }
         for right in rights {
             self.reach.close(right).await;
@@ -63,9 +82,74 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         trip: &Trip<'_>,
         steps: &mut [Step<'_>],
     ) -> Result<(), Error> {
+        self.commit_if(trip, steps, false).await.map(drop)
+    }
+
+    /// Like [`Store::commit`], if the order of the steps is kept. Otherwise returns false, and
+    /// nothing is executed.
+    async fn commit_in_order(
+        &self,
+        trip: &Trip<'_>,
+        steps: &mut [Step<'_>],
+    ) -> Result<bool, Error> {
+        self.commit_if(trip, steps, true).await
+    }
+
+    async fn commit_if(
+        &self,
+        trip: &Trip<'_>,
+        steps: &mut [Step<'_>],
+        in_order: bool,
+    ) -> Result<bool, Error> {
         let mut armed = Armed { interrupted: &self.interrupted, ended: false };
-        self.run(trip, steps).await?;
-        armed.ended = true;
+        let mut result = self.run_if(trip, steps, in_order).await;
+        if let Err(Error::Stopped(Stopped::Lost(_))) = &result {
+            // Boxed, so that the futures of operations stay small.
+            result = Box::pin(self.finish(trip, steps)).await.map(|()| true);
+        }
+        // The memory that the steps were to change is lost, so it has no fate.
+        armed.ended = result.as_ref().map_or_else(|error| self.is_outlived(error), |_| true);
+        result
+    }
+
+    /// Finishes steps whose round trip broke off, so that each of them may have taken effect or not.
+    async fn finish(&self, trip: &Trip<'_>, steps: &mut [Step<'_>]) -> Result<(), Error> {
+        let mut attempts = 0;
+        loop {
+            attempts += 1;
+            match self.try_to_finish(trip, steps).await {
+                Err(Error::Stopped(Stopped::Lost(_))) if attempts < ATTEMPTS => {}
+                result => return result,
+            }
+        }
+    }
+
+    /// Executes steps one after the other, in their order. A WRITE has the same effect twice. A CAS
+    /// has not, so its word is read first: the old word, the new one and a foreign one tell the
+    /// cases apart, because no place is used again while an operation names it.
+    async fn try_to_finish(&self, trip: &Trip<'_>, steps: &mut [Step<'_>]) -> Result<(), Error> {
+        for step in steps {
+            match step {
+                Step::Read { at, into } => {
+                    self.run(trip, &mut [Step::Read { at: *at, into }]).await?;
+                }
+                Step::Write { at, from } => {
+                    self.run(trip, &mut [Step::Write { at: *at, from }]).await?;
+                }
+                Step::Cas { at, expected, new, old } => {
+                    let mut bytes = [0; 8];
+                    self.run(trip, &mut [Step::Read { at: *at, into: &mut bytes }]).await?;
+                    let found = word(&bytes, 0);
+                    **old = if found == *new { *expected } else { found };
+                    if found == *expected {
+                        let (at, expected, new) = (*at, *expected, *new);
+                        self.run(trip, &mut [Step::Cas { at, expected, new, old }]).await?;
+                    }
+                }
+                // The store adds to no word.
+                Step::Add { .. } => return Err(Error::Interrupted),
+            }
+        }
         Ok(())
     }
 
@@ -83,10 +167,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let mut old = 0;
         let write = Step::Write { at: block.0, from: block.1 };
         let swap = Step::Cas { at, expected, new, old: &mut old };
+        let mut steps = [write, swap];
         let fused = self.settings.form == super::Form::Fused;
-        if fused && self.reach.ordered(block.0, at) {
-            self.commit(trip, &mut [write, swap]).await?;
-        } else {
+        if !fused || !self.commit_in_order(trip, &mut steps).await? {
+            let [write, swap] = steps;
             self.run(trip, &mut [write]).await?;
             self.commit(trip, &mut [swap]).await?;
         }
@@ -106,15 +190,20 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         Ok(old)
     }
 
-    /// The meaning of a CAS that found another word: an error, unless a task of this store that
-    /// uses no mirror may have changed the slot in between.
-    pub(super) async fn lost_swap(&self, trip: &Trip<'_>, at: Address) -> Result<(), Error> {
+    /// The meaning of a CAS that found another word: an error, unless the slot is not mirrored, so
+    /// that another task of this store may have changed it in between.
+    pub(super) async fn lost_swap(
+        &self,
+        trip: &Trip<'_>,
+        at: Address,
+        is_mirrored: bool,
+    ) -> Result<(), Error> {
         let mut bytes = [0; 8];
         let generation = root::generation_word(self.root);
         self.run(trip, &mut [Step::Read { at: generation, into: &mut bytes }]).await?;
         let error = if word(&bytes, 0) != self.generation {
             Error::Deposed
-        } else if self.is_mirrored() {
+        } else if is_mirrored {
             Error::Diverged(at)
         } else {
             return Ok(());

@@ -9,6 +9,7 @@
 //! record again after a later change.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::access::Steps;
 use super::change::Expiry;
@@ -21,7 +22,7 @@ use super::{Form, Key, Store};
 use crate::blocks::Blocks;
 use crate::environment::Environment;
 use crate::error::Error;
-use crate::gate::Gate;
+use crate::gate::{Closed, Gate};
 use crate::layout::block::EXPIRY_MAX;
 use crate::layout::journal::{self, CHANGE_BYTES, Change, HEAD_BYTES};
 use crate::place::{Address, Place};
@@ -33,15 +34,39 @@ use crate::ticket::Hold;
 /// The journal: one word in each stripe.
 #[derive(Debug, Default)]
 pub(super) struct Journal {
-    pub words: Vec<Place>,
+    /// Place of the list of words.
+    pub list: Place,
+    /// The place of each stripe's word.
+    words: Vec<AtomicU64>,
     /// Closed by the call that uses the stripe's word.
     stripes: Vec<Gate>,
 }
 
 impl Journal {
-    pub fn new(words: Vec<Place>) -> Self {
+    pub fn new(list: Place, words: &[Place]) -> Self {
         let stripes = words.iter().map(|_| Gate::default()).collect();
-        Self { words, stripes }
+        let words = words.iter().map(|word| AtomicU64::new(word.bits())).collect();
+        Self { list, words, stripes }
+    }
+
+    /// Number of stripes.
+    pub fn stripes(&self) -> u32 {
+        self.words.len() as u32
+    }
+
+    /// Waits until no other call uses the word of `stripe`.
+    pub async fn close(&self, stripe: u32) -> Closed<'_> {
+        self.stripes[stripe as usize].close().await
+    }
+
+    /// The place of the word of `stripe`.
+    pub fn word(&self, stripe: u32) -> Place {
+        Place::of(self.words[stripe as usize].load(Ordering::Acquire))
+    }
+
+    /// Gives `stripe`, which the caller has closed, another word.
+    pub fn set_word(&self, stripe: u32, place: Place) {
+        self.words[stripe as usize].store(place.bits(), Ordering::Release);
     }
 }
 
@@ -182,14 +207,22 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         ticket.valid().await;
         let trip = self.trip(Operation::Atomically);
         let _pin = self.blocks.pin();
+        let mut losses = 0;
         loop {
             self.check()?;
-            match self.try_atomically(&trip, &distinct, &same, &mut change).await? {
-                Tried::Done(result) => return Ok(result),
-                Tried::Again => {}
-                Tried::Busy(table) => table.gate.opened().await,
-                Tried::NoSlot(table, depth) => self.split(&table, depth).await?,
-                Tried::NoDirectory(db) => self.begin_database(db).await?,
+            let tried = match self.try_atomically(&trip, &distinct, &same, &mut change).await {
+                Ok(Tried::Done(result)) => return Ok(result),
+                Ok(Tried::Again) => Ok(()),
+                Ok(Tried::Busy(table)) => {
+                    table.gate.opened().await;
+                    Ok(())
+                }
+                Ok(Tried::NoSlot(table, depth)) => self.split(&table, depth).await,
+                Ok(Tried::NoDirectory(db)) => self.begin_database(db).await,
+                Err(error) => Err(error),
+            };
+            if let Err(error) = tried {
+                self.outlive(error, &mut losses).await?;
             }
         }
     }
@@ -286,8 +319,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let mut state = State::default();
             if let Some(hit) = found.hit.as_ref().filter(|hit| !hit.is_expired(now)) {
                 (state.is_there, state.expiry) = (true, hit.expiry);
-                if let (Want::Value, Some(range)) = (sought.want, hit.block.clone()) {
-                    let block = self.parse(hit.word, &buffer[range])?;
+                if let (Want::Value, Some(_)) = (sought.want, &hit.block) {
+                    let block = self.parsed(hit, buffer)?;
                     self.load(trip, hit.word.place, &block, &mut state.value).await?;
                 }
             }
@@ -307,11 +340,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     async fn commit_one(&self, trip: &Trip<'_>, one: &mut Ready<'_, B>) -> Result<(), Error> {
         let (at, old, new) = (one.at, one.before(), one.after());
         let before = match &mut one.fresh {
-            Some(fresh) => {
-                fresh.own();
-                self.write_and_swap(trip, fresh.write(), at, old, new).await?
-            }
-            None => self.swap(trip, at, old, 0).await?,
+            Some(fresh) => self.write_fresh(trip, fresh, at, old).await?,
+            None => self.swap(trip, at, old, new).await?,
         };
         if before == old { Ok(()) } else { self.lost_in_call(trip, at).await }
     }
@@ -322,8 +352,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         ready: &mut [Ready<'_, B>],
     ) -> Result<(), Error> {
         let stripe = ready[0].table.stripe;
-        let _stripe = self.journal.stripes[stripe as usize].close().await;
-        let word = self.journal.words[stripe as usize].at(0);
+        let _stripe = self.journal.close(stripe).await;
+        let word = self.journal.word(stripe).at(0);
         let change =
             |one: &Ready<'_, B>| Change { slot: one.at, old: one.before(), new: one.after() };
         let changes: Vec<_> = ready.iter().map(change).collect();
@@ -340,7 +370,16 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let write = |(at, from)| Step::Write { at, from };
             let mut steps: Steps<'_> = blocks.chain(records).map(write).collect();
             steps.push(Step::Write { at: word, from: &first });
-            self.commit(trip, &mut steps).await?;
+            let written = self.commit(trip, &mut steps).await;
+            if let Err(error) = written {
+                drop(steps);
+                if self.is_outlived(&error) {
+                    self.withdraw(trip, word).await?;
+                    ready.iter_mut().filter_map(|one| one.fresh.as_mut()).for_each(Fresh::disown);
+                    owned.free();
+                }
+                return Err(error);
+            }
         }
         let mut before = vec![0; ready.len()];
         let together = self.settings.form == Form::Fused
@@ -354,12 +393,21 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
                 old,
             };
             let mut steps: Steps<'_> = changes.iter().zip(&mut before).map(swap).collect();
-            if together {
+            let swapped = if together {
                 steps.push(clear);
-                self.commit(trip, &mut steps).await?;
+                self.commit(trip, &mut steps).await
             } else {
-                self.commit(trip, &mut steps).await?;
-                self.commit(trip, &mut [clear]).await?;
+                let swapped = self.commit(trip, &mut steps).await;
+                if swapped.is_ok() { self.commit(trip, &mut [clear]).await } else { swapped }
+            };
+            drop(steps);
+            match swapped {
+                Err(error) if self.is_outlived(&error) => {
+                    self.finish_call(trip, ready, word).await?;
+                    owned.free();
+                    return Ok(());
+                }
+                swapped => swapped?,
             }
         }
         owned.free();
@@ -371,10 +419,36 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         Ok(())
     }
 
+    /// Takes back a record of which no slot was changed, after the loss of a memory node.
+    async fn withdraw(&self, trip: &Trip<'_>, word: Address) -> Result<(), Error> {
+        match self.reach.is_lost(word.node) {
+            true => Ok(()),
+            false => self.commit(trip, &mut [Step::Write { at: word, from: &[0; 8] }]).await,
+        }
+    }
+
+    /// Finishes a call of several keys after a memory node was lost while slots were replaced. The
+    /// blocks are written. Of the slots that are not lost, some have changed and some have not.
+    async fn finish_call(
+        &self,
+        trip: &Trip<'_>,
+        ready: &[Ready<'_, B>],
+        word: Address,
+    ) -> Result<(), Error> {
+        for one in ready.iter().filter(|one| !self.reach.is_lost(one.at.node)) {
+            // The CAS has no effect on a slot that has changed already.
+            let found = self.swap(trip, one.at, one.before(), one.after()).await?;
+            if found != one.before() && found != one.after() {
+                return self.lost_in_call(trip, one.at).await;
+            }
+        }
+        self.withdraw(trip, word).await
+    }
+
     /// A slot that a call of several keys found changed: the call is half done.
     async fn lost_in_call(&self, trip: &Trip<'_>, at: Address) -> Result<(), Error> {
-        self.lost_swap(trip, at).await?;
-        self.interrupted.store(true, std::sync::atomic::Ordering::Relaxed);
+        self.lost_swap(trip, at, true).await?;
+        self.interrupted.store(true, Ordering::Relaxed);
         Err(Error::Diverged(at))
     }
 

@@ -212,16 +212,22 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         ticket.valid().await;
         let trip = self.trip(kind);
         let _pin = self.blocks.pin();
+        let mut losses = 0;
         loop {
             self.check()?;
-            match self.attempt(&trip, &key, want, ahead, &mut decide).await? {
-                Tried::Done => return Ok(()),
-                Tried::Again => {}
-                Tried::NoSlot(table, depth) => self.split(&table, depth).await?,
-                Tried::NoDirectory => match decide(None) {
-                    Update::Put(..) => self.begin_database(key.db).await?,
+            let tried = match self.attempt(&trip, &key, want, ahead, &mut decide).await {
+                Ok(Tried::Done) => return Ok(()),
+                Ok(Tried::Again) => Ok(()),
+                // Boxed, so that the futures of operations stay small.
+                Ok(Tried::NoSlot(table, depth)) => Box::pin(self.split(&table, depth)).await,
+                Ok(Tried::NoDirectory) => match decide(None) {
+                    Update::Put(..) => Box::pin(self.begin_database(key.db)).await,
                     _ => return Ok(()),
                 },
+                Err(error) => Err(error),
+            };
+            if let Err(error) = tried {
+                self.outlive(error, &mut losses).await?;
             }
         }
     }
@@ -238,7 +244,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             return Ok(Tried::NoDirectory);
         };
         let table = table.enter().await;
-        if !table.local.lock().covers(key.hash.upper) {
+        // A look-up in a mirror does the same.
+        if !table.is_mirrored && !table.local.lock().covers(key.hash.upper) {
             return Ok(Tried::Again);
         }
         let mut ready = match ahead {
@@ -265,15 +272,16 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             fresh.is_written = true;
         }
         let Some(Seen { hit, view }) = looked else {
+            if table.is_mirrored {
+                return Ok(Tried::Again);
+            }
             // The subtable covers the key, and no split or merge runs inside the gate.
             return Err(self.foreign_prefix(table));
         };
-        let now = self.environment.now();
-        let alive = hit.as_ref().filter(|hit| !hit.is_expired(now));
+        let alive = hit.as_ref().filter(|hit| !hit.has_passed(&self.environment));
         let mut value = self.buffers.take();
         if let (Some(hit), Want::Value) = (alive, want) {
-            let range = hit.block.clone().unwrap_or_default();
-            let block = self.parse(hit.word, &buffer[range])?;
+            let block = self.parsed(hit, &buffer)?;
             self.load(trip, hit.word.place, &block, &mut value).await?;
         }
         let seen = (want == Want::Value).then_some(value.as_slice());
@@ -335,12 +343,13 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let at = table.spot.slot(slot);
         if self.write_fresh(trip, &mut fresh, at, 0).await? != 0 {
             fresh.disown();
-            self.lost_swap(trip, at).await?;
+            self.lost_swap(trip, at, table.is_mirrored).await?;
             return Ok(Tried::Again);
         }
         let entry = Entry { word: fresh.word.word(), tag: key.hash.tag, expiry };
         reservation.entry = Some(entry);
         drop(reservation);
+        self.keep_written(table, &fresh);
         self.database(key).count(1);
         self.note(table, key, slot, expiry);
         if let (Form::Published, Some(before)) = (self.settings.form, view) {
@@ -363,18 +372,26 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let (at, old) = (table.spot.slot(hit.slot), hit.word.word());
         if self.write_fresh(trip, &mut fresh, at, old).await? != old {
             fresh.disown();
-            self.lost_swap(trip, at).await?;
+            self.lost_swap(trip, at, table.is_mirrored).await?;
             return Ok(Tried::Again);
         }
         let (word, expiry) = (fresh.word.word(), fresh.expiry);
         table.local.lock().replace(hit.slot, Some(Entry { word, tag: key.hash.tag, expiry }));
         self.retire(hit.word, &parts);
+        self.keep_written(table, &fresh);
         self.note(table, key, hit.slot, expiry);
         Ok(Tried::Done)
     }
 
+    /// Keeps a block that a slot names now in the value cache.
+    fn keep_written(&self, table: &Table, fresh: &Fresh<'_, B>) {
+        if table.is_mirrored {
+            self.keep_cached(fresh.word, &fresh.bytes);
+        }
+    }
+
     /// Writes the block, unless that is done, and replaces the word at `at`.
-    async fn write_fresh(
+    pub(super) async fn write_fresh(
         &self,
         trip: &Trip<'_>,
         fresh: &mut Fresh<'_, B>,
@@ -384,11 +401,16 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let new = fresh.word.word();
         // From here on a slot may name the block, whatever the round trip reports.
         fresh.own();
-        if fresh.is_written {
+        let swapped = if fresh.is_written {
             self.swap(trip, at, old, new).await
         } else {
             self.write_and_swap(trip, fresh.write(), at, old, new).await
+        };
+        if swapped.as_ref().is_err_and(|error| self.is_outlived(error)) {
+            // The slot is lost, or the block was not written and the slot was not changed.
+            fresh.disown();
         }
+        swapped
     }
 
     /// Deletes a key that is there.
@@ -403,7 +425,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let parts = self.parts(trip, hit, buffer).await?;
         let (at, old) = (table.spot.slot(hit.slot), hit.word.word());
         if self.swap(trip, at, old, 0).await? != old {
-            self.lost_swap(trip, at).await?;
+            self.lost_swap(trip, at, table.is_mirrored).await?;
             return Ok(Tried::Again);
         }
         table.local.lock().replace(hit.slot, None);

@@ -112,7 +112,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         tag: u64,
         bytes: &mut Vec<u8>,
     ) -> Result<Option<usize>, Error> {
-        if self.is_mirrored() {
+        if table.is_mirrored {
             let slot = {
                 let local = table.local.lock();
                 let Some(mirror) = &local.mirror else { return Ok(None) };
@@ -150,6 +150,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     ) -> Result<bool, Error> {
         let mut owned = self.owned();
         let place = owned.allocate(table.stripe, bytes.len() as u32).await?;
+        self.drop_cached(place);
         crate::layout::block::reseal(place, bytes);
         let new = Slot { place, ..word };
         let (at, old) = (table.spot.slot(slot), word.word());
@@ -157,14 +158,14 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let write = (place.at(0), &*bytes);
         if self.write_and_swap(trip, write, at, old, new.word()).await? != old {
             owned.free();
-            self.lost_swap(trip, at).await?;
+            self.lost_swap(trip, at, table.is_mirrored).await?;
             return Ok(false);
         }
         {
             let mut local = table.local.lock();
             local.replace(slot, Some(Entry { word: new.word(), tag: hash.tag, expiry }));
         }
-        self.blocks.retire(word.place);
+        self.retire(word, &[]);
         Ok(true)
     }
 }

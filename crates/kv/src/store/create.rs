@@ -18,7 +18,7 @@ use crate::layout::root::{DATABASES, DirectoryRoot, Fixed, Mode, ROOT_BYTES, Roo
 use crate::layout::table::{BucketWord, Header, Shape};
 use crate::place::Place;
 use crate::reach::{Reach, Step};
-use crate::table::Table;
+use crate::table::{Budget, Table};
 use crate::ticket::Tickets;
 
 impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
@@ -63,7 +63,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         owned.keep();
         drop(owned);
         store.write_root(&root, &places).await?;
-        store.journal = Journal::new(places);
+        store.journal = Journal::new(root.journal, &places);
         Ok(store)
     }
 
@@ -101,6 +101,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             ));
         };
         let settings = Settings { stripe_bits: root.fixed.stripe_bits, ..settings };
+        let mirrors = Budget::new(settings.index_cache);
+        let cache = super::cache::Cache::new(settings.cache);
         let counts_uses = AtomicBool::new(settings.measure == crate::uses::Measure::Frequency);
         Ok(Self {
             reach,
@@ -123,6 +125,9 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             interrupted: AtomicBool::new(false),
             counts_uses,
             removed: super::stats::Removed::default(),
+            losses: super::lost::Losses::default(),
+            mirrors,
+            cache,
         })
     }
 
@@ -142,7 +147,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let spot = self.allocate_table(&mut owned, stripe).await?;
             let prefix = crate::hash::prefix(u64::from(stripe) << (63 - depth) << 1, depth);
             let word = BucketWord { depth, prefix, ..BucketWord::default() };
-            let table = self.new_table(spot, db, word);
+            let table = self.new_table(spot, db, word, true);
             let header = Header { db, whole: word, sequence: table.sequence };
             images.push(Image::new(&table.spot, header, &vec![0; self.shape.slots()]));
             tables.push(table);
@@ -172,7 +177,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         db: u8,
     ) -> Result<(), Error> {
         let at = root_word(self.root, db);
-        self.lost_swap(trip, at).await?;
+        self.lost_swap(trip, at, true).await?;
         self.interrupted.store(true, std::sync::atomic::Ordering::Relaxed);
         Err(Error::Diverged(at))
     }

@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::layout::block::{Block, HEADER_BYTES, Head};
 use crate::layout::table::{BucketWord, Slot};
 use crate::layout::{Malformed, class};
-use crate::place::Address;
+use crate::place::{Address, Place};
 use crate::reach::{Reach, Step};
 use crate::search::{Buckets, View};
 use crate::table::{Entry, Table};
@@ -30,6 +30,13 @@ pub(super) enum Want {
     Places,
     /// The value.
     Value,
+}
+
+impl Want {
+    /// True if the whole block that `word` names is to be read.
+    pub fn is_whole(self, word: Slot) -> bool {
+        self == Self::Value || self == Self::Places && word.length == class::PIECES
+    }
 }
 
 /// A key that is there.
@@ -52,6 +59,11 @@ impl Hit {
 
     pub fn is_expired(&self, now: u64) -> bool {
         self.expiry != 0 && self.expiry <= now
+    }
+
+    /// True if the key has expired. Reads the clock only for a key that has an expiry.
+    pub fn has_passed(&self, environment: &impl Environment) -> bool {
+        self.expiry != 0 && self.is_expired(environment.now())
     }
 }
 
@@ -79,7 +91,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         buffer: &mut Vec<u8>,
         along: Option<(Address, &[u8])>,
     ) -> Result<Option<Seen>, Error> {
-        if self.is_mirrored() {
+        if table.is_mirrored {
             return self.look_in_mirror(trip, table, key, want, buffer).await;
         }
         let mut view = View::new(Buckets::of(key.hash.upper, self.shape.groups));
@@ -109,33 +121,86 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         want: Want,
         buffer: &mut Vec<u8>,
     ) -> Result<Option<Seen>, Error> {
-        let found = {
+        let matches: SmallVec<[Hit; 1]> = {
             let local = table.local.lock();
             if !local.covers(key.hash.upper) {
                 return Ok(None);
             }
             let buckets = Buckets::of(key.hash.upper, self.shape.groups);
-            let find = |mirror: &crate::table::Mirror| {
-                let (slot, word) = mirror.find(buckets, key.hash)?;
-                let expiry = mirror.entry(slot).map_or(0, |entry| entry.expiry);
-                Some(Hit { slot, word, expiry, block: None })
-            };
-            local.mirror.as_ref().and_then(find)
+            // Of two keys with one tag, only a comparison of the keys finds the second one.
+            let most = if self.settings.verify_keys { usize::MAX } else { 1 };
+            let mirror = local.mirror.iter();
+            let all = mirror.flat_map(|mirror| {
+                mirror.matches(buckets, key.hash).take(most).map(move |(slot, word)| {
+                    let expiry = mirror.entry(slot).map_or(0, |entry| entry.expiry);
+                    Hit { slot, word, expiry, block: None }
+                })
+            });
+            all.collect()
         };
-        let Some(mut hit) = found else { return Ok(Some(Seen { hit: None, view: None })) };
-        let is_list = hit.word.length == class::PIECES;
-        if want == Want::Value || want == Want::Places && is_list {
-            let start = buffer.len();
-            self.read_block(trip, hit.word, buffer).await?;
-            let block = self.parse(hit.word, &buffer[start..])?;
-            // Two keys with one tag: the other one is there.
-            if block.key != key.bytes {
-                return Ok(Some(Seen { hit: None, view: None }));
+        for mut hit in matches {
+            if self.read_wanted(trip, key, want, &mut hit, buffer).await? {
+                return Ok(Some(Seen { hit: Some(hit), view: None }));
             }
-            hit.expiry = block.head.expiry;
-            hit.block = Some(start..buffer.len());
         }
-        Ok(Some(Seen { hit: Some(hit), view: None }))
+        Ok(Some(Seen { hit: None, view: None }))
+    }
+
+    /// Reads of a block that a mirror has found what is wanted. False: the block is of another key.
+    async fn read_wanted(
+        &self,
+        trip: &Trip<'_>,
+        key: &Key<'_>,
+        want: Want,
+        hit: &mut Hit,
+        buffer: &mut Vec<u8>,
+    ) -> Result<bool, Error> {
+        let start = buffer.len();
+        if want.is_whole(hit.word) {
+            if !self.read_cached(hit.word, buffer) {
+                self.read_block(trip, hit.word, buffer).await?;
+                self.parse(hit.word, &buffer[start..])?;
+                self.keep_cached(hit.word, &buffer[start..]);
+            }
+            hit.block = Some(start..buffer.len());
+            return Ok(self.parsed(hit, buffer)?.key == key.bytes);
+        }
+        if !self.settings.verify_keys {
+            return Ok(true);
+        }
+        let bytes = self.read_bytes(hit.word, want, key.bytes.len())?;
+        buffer.resize(start + bytes, 0);
+        let read = Step::Read { at: hit.word.place.at(0), into: &mut buffer[start..] };
+        self.run(trip, &mut [read]).await?;
+        let head = Head::parse(&buffer[start..]);
+        let head = head.map_err(Error::malformed(hit.word.place.at(0)))?;
+        Ok(head.is_of(key.hash.upper, key.bytes, &buffer[start..]))
+    }
+
+    /// Appends the block that `word` names to `buffer`, if the block is kept locally.
+    pub(super) fn read_cached(&self, word: Slot, buffer: &mut Vec<u8>) -> bool {
+        self.cache.as_ref().is_some_and(|cache| cache.read(word.place, buffer))
+    }
+
+    /// Keeps the block that `word` names, whose bytes are whole.
+    pub(super) fn keep_cached(&self, word: Slot, block: &[u8]) {
+        if let Some(cache) = self.cache.as_ref().filter(|_| word.length != class::PIECES) {
+            cache.add(word.place, block);
+        }
+    }
+
+    /// Drops the block at `place` from the value cache: another block is about to be there, or no
+    /// slot names it any more.
+    pub(super) fn drop_cached(&self, place: Place) {
+        if let Some(cache) = &self.cache {
+            cache.remove(place);
+        }
+    }
+
+    /// The block of `hit`, which was parsed when it was read.
+    pub(super) fn parsed<'b>(&self, hit: &Hit, buffer: &'b [u8]) -> Result<Block<'b>, Error> {
+        let bytes = &buffer[hit.block.clone().unwrap_or_default()];
+        Block::parsed(bytes).map_err(Error::malformed(hit.word.place.at(0)))
     }
 
     /// Reads the two combined buckets of `view`.
@@ -213,13 +278,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let Candidate { slot, word, range } = candidate;
         let bytes = &buffer[range.clone()];
         let head = Head::parse(bytes).map_err(Error::malformed(word.place.at(0)))?;
-        let is_same = head.upper == key.hash.upper
-            && head.key as usize == key.bytes.len()
-            && bytes.get(HEADER_BYTES..HEADER_BYTES + key.bytes.len()) == Some(key.bytes);
-        if !is_same {
+        if !head.is_of(key.hash.upper, key.bytes, bytes) {
             return Ok(None);
         }
-        let is_whole = want == Want::Value || want == Want::Places && word.length == class::PIECES;
+        let is_whole = want.is_whole(word);
         if is_whole {
             self.parse(word, bytes)?;
         }
@@ -261,7 +323,6 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             return Err(Error::Malformed { at, what });
         }
         let key_end = HEADER_BYTES + key_bytes;
-        let is_whole = want == Want::Value || want == Want::Places && word.length == class::PIECES;
-        Ok(if is_whole { whole as usize } else { key_end.min(whole as usize) })
+        Ok(if want.is_whole(word) { whole as usize } else { key_end.min(whole as usize) })
     }
 }

@@ -9,7 +9,6 @@ use super::{Key, Store};
 use crate::blocks::Blocks;
 use crate::environment::Environment;
 use crate::error::Error;
-use crate::layout::class;
 use crate::layout::table::{BucketWord, Slot};
 use crate::reach::{Reach, Step};
 use crate::search::{Buckets, View};
@@ -40,15 +39,20 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let trip = self.trip(Operation::Get);
         let _pin = self.blocks.pin();
         let mut buffer = self.buffers.take();
-        let mut before = Vec::new();
+        let (mut before, mut losses) = (Vec::new(), 0);
         loop {
             buffer.clear();
             let table = |key: &Key<'_>| self.database(key).table(key.hash.upper);
             let want = Want::Value;
             let sought: Vec<_> =
                 keys.iter().map(|key| Sought { key: *key, want, table: table(key) }).collect();
-            if let Some(found) = self.look_all(&trip, &sought, &mut buffer).await? {
-                return self.values(&trip, found, &buffer).await;
+            match self.look_all(&trip, &sought, &mut buffer).await {
+                Ok(Some(found)) => return self.values(&trip, found, &buffer).await,
+                Ok(None) => {}
+                Err(error) => {
+                    self.outlive(error, &mut losses).await?;
+                    continue;
+                }
             }
             self.check()?;
             // The directory changes before a subtable does, so other subtables have the keys now.
@@ -73,7 +77,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
                 values.push(None);
                 continue;
             };
-            let block = self.parse(hit.word, &buffer[hit.block.unwrap_or_default()])?;
+            let block = self.parsed(&hit, buffer)?;
             let mut value = Vec::new();
             self.load(trip, hit.word.place, &block, &mut value).await?;
             values.push(Some(value));
@@ -89,13 +93,16 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         buffer: &mut Vec<u8>,
     ) -> Result<Option<Vec<Found>>, Error> {
         let mut found: Vec<Found> = sought.iter().map(|_| Found::default()).collect();
-        if !self.is_mirrored() {
-            self.read_all_buckets(trip, sought, &mut found).await?;
+        self.read_all_buckets(trip, sought, &mut found).await?;
+        for (sought, found) in sought.iter().zip(&mut found) {
+            self.find_cached(sought, found, buffer)?;
         }
         let mut candidates = Vec::new();
         let mut end = buffer.len();
         for (i, sought) in sought.iter().enumerate() {
-            let Some(table) = &sought.table else { continue };
+            let Some(table) = sought.table.as_ref().filter(|_| found[i].hit.is_none()) else {
+                continue;
+            };
             let first = candidates.len();
             let is_there = match &found[i].view {
                 Some(view) => self.name_in_view(sought, view, table, |slot, word| {
@@ -118,10 +125,45 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         for (i, candidate) in candidates {
             let Sought { key, want, .. } = &sought[i];
             if let Some(hit) = self.compare(key, *want, candidate, buffer)? {
+                if let (None, Some(range)) = (&found[i].view, &hit.block) {
+                    self.keep_cached(hit.word, &buffer[range.clone()]);
+                }
                 found[i].hit = Some(hit);
             }
         }
         Ok(Some(found))
+    }
+
+    /// Finds the key in the mirror, and its block in the value cache.
+    fn find_cached(
+        &self,
+        sought: &Sought<'_>,
+        found: &mut Found,
+        buffer: &mut Vec<u8>,
+    ) -> Result<(), Error> {
+        let Sought { key, want, table: Some(table) } = sought else { return Ok(()) };
+        if self.cache.is_none() || *want != Want::Value || !table.is_mirrored {
+            return Ok(());
+        }
+        let hit = {
+            let local = table.local.lock();
+            let mirror = local.mirror.as_ref().filter(|_| local.covers(key.hash.upper));
+            let buckets = Buckets::of(key.hash.upper, self.shape.groups);
+            mirror.and_then(|mirror| {
+                let (slot, word) = mirror.find(buckets, key.hash)?;
+                let expiry = mirror.entry(slot).map_or(0, |entry| entry.expiry);
+                Some(Hit { slot, word, expiry, block: None })
+            })
+        };
+        let Some(mut hit) = hit else { return Ok(()) };
+        let start = buffer.len();
+        if self.read_cached(hit.word, buffer) {
+            hit.block = Some(start..buffer.len());
+            if self.parsed(&hit, buffer)?.key == key.bytes {
+                found.hit = Some(hit);
+            }
+        }
+        Ok(())
     }
 
     async fn read_candidates(
@@ -154,7 +196,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     ) -> Result<(), Error> {
         let mut steps = Steps::new();
         for (sought, found) in sought.iter().zip(found) {
-            let Some(table) = &sought.table else { continue };
+            let unmirrored = sought.table.as_ref().filter(|table| !table.is_mirrored);
+            let Some(table) = unmirrored else { continue };
             let buckets = Buckets::of(sought.key.hash.upper, self.shape.groups);
             let view = found.view.insert(View::new(buckets));
             for (first, into) in buckets.first.into_iter().zip(&mut view.bytes) {
@@ -206,13 +249,15 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         }
         let buckets = Buckets::of(hash.upper, self.shape.groups);
         let Some(mirror) = &local.mirror else { return false };
-        let Some((slot, word)) = mirror.find(buckets, hash) else { return true };
-        let is_list = word.length == class::PIECES;
-        if sought.want == Want::Value || sought.want == Want::Places && is_list {
-            candidate(slot, word);
-        } else {
-            let expiry = mirror.entry(slot).map_or(0, |entry| entry.expiry);
-            found.hit = Some(Hit { slot, word, expiry, block: None });
+        // Of two keys with one tag, only a comparison of the keys finds the second one.
+        let most = if self.settings.verify_keys { usize::MAX } else { 1 };
+        for (slot, word) in mirror.matches(buckets, hash).take(most) {
+            if self.settings.verify_keys || sought.want.is_whole(word) {
+                candidate(slot, word);
+            } else {
+                let expiry = mirror.entry(slot).map_or(0, |entry| entry.expiry);
+                found.hit = Some(Hit { slot, word, expiry, block: None });
+            }
         }
         true
     }

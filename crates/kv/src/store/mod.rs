@@ -3,6 +3,7 @@
 mod access;
 mod atomically;
 mod blocking;
+mod cache;
 mod change;
 mod compact;
 mod create;
@@ -12,6 +13,7 @@ mod flush;
 mod image;
 mod keys;
 mod look;
+mod lost;
 mod many;
 mod merge;
 mod owned;
@@ -31,6 +33,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 pub use atomically::{Transaction, Wanted};
+pub use cache::CacheStats;
 pub use change::{Condition, Expiry, Outcome, SetOptions, Update};
 pub use evict::{Candidates, Eviction};
 pub use read::Pinned;
@@ -53,7 +56,7 @@ use crate::layout::root::DATABASES;
 use crate::layout::table::{BucketWord, Shape, Spot};
 use crate::place::Place;
 use crate::reach::Reach;
-use crate::table::{Local, Mirror, Table};
+use crate::table::{Budget, Local, Mirror, Table};
 use crate::ticket::{Hold, Name, Ticket, Tickets};
 pub use crate::uses::Measure;
 
@@ -74,6 +77,13 @@ pub struct Settings {
     pub form: Form,
     /// Keeps a copy of the index at the compute node: 17 bytes a slot. Form `published` has none.
     pub mirror: bool,
+    /// Bytes of the copy. Subtables beyond this bound are read in remote memory.
+    pub index_cache: u64,
+    /// Bytes of values that are kept at the compute node, besides the copy of the index: reads of
+    /// their keys take no round trip. Only keys of subtables with a copy are kept.
+    pub cache: u64,
+    /// Reads the key of a block where a copy of the index would trust the hash.
+    pub verify_keys: bool,
     /// Groups of buckets in a subtable. None: as many as fit 16 KiB.
     pub groups: Option<u16>,
     /// The stripes (QP groups) number 2 to the power of this value, at most 64.
@@ -87,6 +97,9 @@ impl Default for Settings {
         Self {
             form: Form::Fused,
             mirror: true,
+            index_cache: u64::MAX,
+            cache: 0,
+            verify_keys: false,
             groups: None,
             stripe_bits: 0,
             measure: Measure::Recency,
@@ -123,6 +136,9 @@ pub struct Store<R, B, E> {
     /// True: count uses of keys; false: note the time of the last use.
     counts_uses: AtomicBool,
     removed: stats::Removed,
+    losses: lost::Losses,
+    mirrors: Arc<Budget>,
+    cache: Option<cache::Cache>,
 }
 
 /// A key of an operation.
@@ -207,13 +223,16 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         crate::hash::index(prefix, self.settings.stripe_bits.into()) as u32
     }
 
-    fn is_mirrored(&self) -> bool {
-        self.settings.mirror && self.settings.form == Form::Fused
+    /// An empty mirror for a subtable, unless the store has none or the bound is reached.
+    fn new_mirror(&self) -> Option<Mirror> {
+        let has_mirrors = self.settings.mirror && self.settings.form == Form::Fused;
+        if has_mirrors { Mirror::new(self.shape, &self.mirrors) } else { None }
     }
 
-    /// A subtable without keys that no directory names yet.
-    fn new_table(&self, spot: Spot, db: u8, word: BucketWord) -> Arc<Table> {
-        let mirror = self.is_mirrored().then(|| Mirror::new(self.shape));
+    /// A subtable without keys that no directory names yet. `may_mirror`: all keys that it will get
+    /// at first are known locally.
+    fn new_table(&self, spot: Spot, db: u8, word: BucketWord, may_mirror: bool) -> Arc<Table> {
+        let mirror = if may_mirror { self.new_mirror() } else { None };
         let local = Local::new(self.shape, word, mirror);
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
         Table::new(spot, db, self.stripe(word.prefix << 16), sequence, local)

@@ -1,6 +1,6 @@
 //! Operations that read one key.
 
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 
 use super::look::{Hit, Seen, Want};
@@ -10,6 +10,7 @@ use super::{Key, Store};
 use crate::blocks::Blocks;
 use crate::environment::Environment;
 use crate::error::Error;
+use crate::layout::block::{HEADER_BYTES, Kind};
 use crate::reach::Reach;
 use crate::table::Table;
 use crate::ticket::Hold;
@@ -17,10 +18,12 @@ use crate::ticket::Hold;
 /// A value in a buffer of the store, which is used again when this is dropped.
 ///
 /// The value's blocks are not used again either while this lives.
-pub struct Pinned<'s, B: Blocks> {
-    value: Scratch<'s>,
+pub struct Pinned<'s, B: Blocks + 's> {
+    /// A whole block, or the value alone.
+    bytes: Scratch<'s>,
+    value: Range<usize>,
     expiry: u64,
-    _pin: B::Pin,
+    _pin: B::Pin<'s>,
 }
 
 impl<B: Blocks> Pinned<'_, B> {
@@ -34,7 +37,7 @@ impl<B: Blocks> Deref for Pinned<'_, B> {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.value
+        &self.bytes[self.value.clone()]
     }
 }
 
@@ -63,17 +66,32 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let Some(hit) = self.seek(&trip, &key, Want::Value, &mut buffer).await? else {
             return Ok(None);
         };
-        let block = self.parse(hit.word, &buffer[hit.block.unwrap_or_default()])?;
+        let block = self.parsed(&hit, &buffer)?;
         self.load(&trip, hit.word.place, &block, value).await?;
         Ok(Some(hit.expiry))
     }
 
     /// Reads a value into a buffer of the store.
     pub async fn get_pinned(&self, db: u8, key: &[u8]) -> Result<Option<Pinned<'_, B>>, Error> {
+        let key = self.key(db, key)?;
+        let ticket = self.ticket(&key, Hold::Shared);
+        ticket.valid().await;
+        let trip = self.trip(Operation::Get);
         let pin = self.blocks.pin();
-        let mut value = self.buffers.take();
-        let expiry = self.get_into(db, key, &mut value).await?;
-        Ok(expiry.map(|expiry| Pinned { value, expiry, _pin: pin }))
+        let mut bytes = self.buffers.take();
+        let Some(hit) = self.seek(&trip, &key, Want::Value, &mut bytes).await? else {
+            return Ok(None);
+        };
+        let block = self.parsed(&hit, &bytes)?;
+        let start = hit.block.as_ref().map_or(0, |block| block.start);
+        let start = start + HEADER_BYTES + block.key.len();
+        let mut value = start..start + block.rest.len();
+        if block.head.kind != Kind::String {
+            let mut whole = self.buffers.take();
+            self.load(&trip, hit.word.place, &block, &mut whole).await?;
+            (value, bytes) = (0..whole.len(), whole);
+        }
+        Ok(Some(Pinned { bytes, value, expiry: hit.expiry, _pin: pin }))
     }
 
     /// Tests whether a key is there. The call is no use of the key.
@@ -138,13 +156,20 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         want: Want,
         buffer: &mut Vec<u8>,
     ) -> Result<Option<(Arc<Table>, Hit)>, Error> {
-        let mut before = None;
+        let (mut before, mut losses) = (None, 0);
         loop {
             let Some(table) = self.database(key).table(key.hash.upper) else { return Ok(None) };
-            match self.look(trip, &table, key, want, buffer, None).await? {
+            let looked = match self.look(trip, &table, key, want, buffer, None).await {
+                Ok(looked) => looked,
+                Err(error) => {
+                    self.outlive(error, &mut losses).await?;
+                    buffer.clear();
+                    continue;
+                }
+            };
+            match looked {
                 Some(Seen { hit, .. }) => {
-                    let now = self.environment.now();
-                    let alive = hit.filter(|hit| !hit.is_expired(now));
+                    let alive = hit.filter(|hit| !hit.has_passed(&self.environment));
                     return Ok(alive.map(|hit| (table, hit)));
                 }
                 // The directory changes before the subtable does, so another subtable has the key

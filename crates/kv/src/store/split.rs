@@ -49,7 +49,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             return Err(Error::TooDeep);
         }
         if database.root().depth == depth {
-            self.double(database).await?;
+            self.rewrite_directory(&self.trip(Operation::Double), database, 1).await?;
         }
         let trip = self.trip(Operation::Split);
         let (slots, prefixes) = self.slots_and_prefixes(&trip, table).await?;
@@ -58,7 +58,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
 
         let mut owned = self.owned();
         let spot = self.allocate_table(&mut owned, table.stripe).await?;
-        let new = self.new_table(spot, table.db, high);
+        let new = self.new_table(spot, table.db, high, table.is_mirrored);
         let pick = |moved: bool| -> Vec<u64> {
             (0..slots.len()).map(|i| if is_moved(i) == moved { slots[i] } else { 0 }).collect()
         };
@@ -70,13 +70,14 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         owned.keep();
         self.write_halves(&trip, database, (table, low), (&new, high)).await?;
 
+        // Before the last step, so that a loss of its memory node leaves no key in two subtables.
+        drop_moved(&mut table.local.lock(), low, is_moved);
         let header = Header { db: table.db, whole: low, sequence: table.sequence };
         let image = Image::new(&table.spot, header, &pick(false));
         let mut steps: Steps<'_> = image.write_groups(&table.spot);
         // Last, because a header with the old depth tells recovery to look for moved slots.
         steps.push(image.write_word(&table.spot));
         self.commit(&trip, &mut steps).await?;
-        drop_moved(&mut table.local.lock(), low, is_moved);
         Ok(())
     }
 
@@ -153,28 +154,33 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         Ok(())
     }
 
-    /// Doubles the directory. The caller has closed the database's structure.
-    async fn double(&self, database: &Database) -> Result<(), Error> {
-        let trip = self.trip(Operation::Double);
+    /// Writes the directory elsewhere, `more` times doubled (0 or 1). The caller has closed the
+    /// database's structure.
+    pub(super) async fn rewrite_directory(
+        &self,
+        trip: &Trip<'_>,
+        database: &Database,
+        more: u32,
+    ) -> Result<(), Error> {
         let (old, tables) = match &*database.directory.read() {
             Some(directory) => {
-                let twice =
-                    directory.tables.iter().flat_map(|table| [table.clone(), table.clone()]);
-                ((directory.root(), directory.pieces.clone()), twice.collect::<Vec<_>>())
+                let each = directory.tables.iter();
+                let all = each.flat_map(|table| std::iter::repeat_n(table.clone(), 1 << more));
+                ((directory.root(), directory.pieces.clone()), all.collect::<Vec<_>>())
             }
             None => return Ok(()),
         };
-        let depth = old.0.depth + 1;
+        let depth = old.0.depth + more;
         let mut owned = self.owned();
         let entries = tables.iter().map(|table| entry_of(table, table.local.lock().word));
         let new = self.encode_directory(&mut owned, depth, entries).await?;
-        self.run(&trip, &mut new.write_all()).await?;
+        self.run(trip, &mut new.write_all()).await?;
         let (header, pieces) = (new.header, new.pieces.clone());
         let directory = Directory { depth, header, pieces, tables };
         owned.keep();
         let (before, after) = (old.0.word(), directory.root().word());
-        if self.swap(&trip, root_word(self.root, database.number), before, after).await? != before {
-            self.lost_root(&trip, database.number).await?;
+        if self.swap(trip, root_word(self.root, database.number), before, after).await? != before {
+            self.lost_root(trip, database.number).await?;
         }
         *database.directory.write() = Some(directory);
         self.blocks.retire(old.0.header);

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::Store;
+use super::cache::{Cache, CacheStats};
 use crate::blocks::{Blocks, Usage};
 use crate::environment::Environment;
 use crate::layout::directory::Sizes;
@@ -34,10 +35,19 @@ pub struct Stats {
     pub expired: u64,
     /// Blocks moved by compaction since the store was opened.
     pub moved: u64,
+    /// Number of subtables that are mirrored.
+    pub mirrored: u64,
+    /// Bytes of the mirrors at the compute node.
+    pub mirror_bytes: u64,
+    /// The value cache.
+    pub cache: CacheStats,
+    /// Keys dropped since the store was opened, because their memory node is gone.
+    pub lost: u64,
 }
 
 impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
-    /// Number of keys of database `db` that have an expiry. 0 without a mirror.
+    /// Number of keys of database `db` that have an expiry, without the subtables that are not
+    /// mirrored.
     pub fn volatile(&self, db: u8) -> u64 {
         let tables = self.databases.get(usize::from(db)).map(|own| own.tables());
         let timed = |table: std::sync::Arc<crate::table::Table>| {
@@ -55,6 +65,9 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             evicted: load(&self.removed.evicted),
             expired: load(&self.removed.expired),
             moved: load(&self.removed.moved),
+            lost: load(&self.losses.keys),
+            mirror_bytes: self.mirrors.used(),
+            cache: self.cache.as_ref().map(Cache::stats).unwrap_or_default(),
             ..Stats::default()
         };
         for (db, database) in self.databases.iter().enumerate() {
@@ -67,6 +80,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             stats.index_bytes += (sizes.header_bytes() + 8 * sizes.words) as u64;
             for table in database.tables() {
                 stats.tables += 1;
+                stats.mirrored += u64::from(table.is_mirrored);
                 stats.index_bytes += table.blocks().map(|(_, bytes)| u64::from(bytes)).sum::<u64>();
             }
         }

@@ -90,6 +90,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
                 (class::PIECES, written.0, written.1)
             }
         };
+        self.drop_cached(place);
         let fingerprint = key.hash.fingerprint();
         let word = Slot { fingerprint, length: code, place };
         Ok(Fresh { word, bytes: encoded, expiry, is_written: false, parts })
@@ -234,10 +235,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         hit: &Hit,
         buffer: &[u8],
     ) -> Result<Vec<(Place, u32)>, Error> {
-        let Some(range) = hit.block.clone().filter(|_| hit.word.length == class::PIECES) else {
+        if hit.block.is_none() || hit.word.length != class::PIECES {
             return Ok(Vec::new());
-        };
-        let block = self.parse(hit.word, &buffer[range])?;
+        }
+        let block = self.parsed(hit, buffer)?;
         let (mut pieces, lists) = self.pieces(trip, hit.word.place, &block).await?;
         pieces.extend(lists);
         Ok(pieces)
@@ -245,6 +246,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
 
     /// Retires the block that `word` named, and `parts`.
     pub(super) fn retire(&self, word: Slot, parts: &[(Place, u32)]) {
+        self.drop_cached(word.place);
         self.blocks.retire(word.place);
         parts.iter().for_each(|(place, _)| self.blocks.retire(*place));
     }
