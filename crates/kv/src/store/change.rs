@@ -425,6 +425,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let word = expiry_word(expiry).to_be_bytes();
         let at = hit.word.place.at(EXPIRY);
         self.commit(trip, &mut [Step::Write { at, from: &word }]).await?;
+        self.cache.forget(hit.word.place);
         let entry = Entry { expiry, ..hit.entry(key.hash.tag) };
         table.local.lock().replace(hit.slot, Some(entry));
         self.note(table, key, hit.slot, expiry);

@@ -150,6 +150,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     ) -> Result<bool, Error> {
         let mut owned = self.owned();
         let place = owned.allocate(table.stripe, bytes.len() as u32).await?;
+        self.cache.forget(place);
         crate::layout::block::reseal(place, bytes);
         let new = Slot { place, ..word };
         let (at, old) = (table.spot.slot(slot), word.word());
@@ -164,7 +165,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let mut local = table.local.lock();
             local.replace(slot, Some(Entry { word: new.word(), tag: hash.tag, expiry }));
         }
-        self.blocks.retire(word.place);
+        self.retire(word, &[]);
         Ok(true)
     }
 }

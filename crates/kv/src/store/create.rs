@@ -106,6 +106,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             reach,
             blocks,
             environment,
+            cache: super::cache::Cache::new(settings.cache_bytes),
             settings,
             root: place,
             generation: root.generation,

@@ -126,7 +126,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let is_list = hit.word.length == class::PIECES;
         if want == Want::Value || want == Want::Places && is_list {
             let start = buffer.len();
-            self.read_block(trip, hit.word, buffer).await?;
+            self.read_cached(trip, want, hit.word, buffer).await?;
             let block = self.parse(hit.word, &buffer[start..])?;
             // Two keys with one tag: the other one is there.
             if block.key != key.bytes {
@@ -244,6 +244,35 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         buffer.resize(start + bytes, 0);
         let step = Step::Read { at: word.place.at(0), into: &mut buffer[start..] };
         self.run(trip, &mut [step]).await
+    }
+
+    /// True if the value cache may have the block of `word`. A look-up in a remote index reads parts
+    /// of blocks of other keys too, for which the store holds no ticket.
+    pub(super) fn is_cacheable(&self, want: Want, word: Slot) -> bool {
+        let is_value = want == Want::Value && word.length != class::PIECES;
+        is_value && self.cache.is_on() && self.is_mirrored()
+    }
+
+    /// Like [`Store::read_block`], for a mirrored key: the value cache may have the block. The caller
+    /// holds a ticket of the key and a pin.
+    async fn read_cached(
+        &self,
+        trip: &Trip<'_>,
+        want: Want,
+        word: Slot,
+        buffer: &mut Vec<u8>,
+    ) -> Result<(), Error> {
+        let start = buffer.len();
+        if !self.is_cacheable(want, word) {
+            return self.read_block(trip, word, buffer).await;
+        }
+        buffer.resize(start + self.read_bytes(word, Want::Value, 0)?, 0);
+        if !self.cache.read(word.place, &mut buffer[start..]) {
+            buffer.truncate(start);
+            self.read_block(trip, word, buffer).await?;
+            self.cache.keep(word.place, &buffer[start..]);
+        }
+        Ok(())
     }
 
     /// Bytes to read of the block that `word` names.

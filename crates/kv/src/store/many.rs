@@ -114,7 +114,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
                 end += bytes;
             }
         }
-        self.read_candidates(trip, &candidates, buffer, end).await?;
+        self.read_candidates(trip, sought, &candidates, buffer, end).await?;
         for (i, candidate) in candidates {
             let Sought { key, want, .. } = &sought[i];
             if let Some(hit) = self.compare(key, *want, candidate, buffer)? {
@@ -127,6 +127,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     async fn read_candidates(
         &self,
         trip: &Trip<'_>,
+        sought: &[Sought<'_>],
         candidates: &[(usize, Candidate)],
         buffer: &mut Vec<u8>,
         end: usize,
@@ -138,12 +139,26 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         buffer.resize(end, 0);
         let mut rest = &mut buffer[start..];
         let mut steps = Steps::new();
-        for (_, candidate) in candidates {
+        let mut missed = Vec::new();
+        for (i, candidate) in candidates {
             let (into, more) = rest.split_at_mut(candidate.range.len());
-            steps.push(Step::Read { at: candidate.word.place.at(0), into });
             rest = more;
+            let Candidate { word, range, .. } = candidate;
+            if self.is_cacheable(sought[*i].want, *word) {
+                if self.cache.read(word.place, into) {
+                    continue;
+                }
+                missed.push((word.place, range.clone()));
+            }
+            steps.push(Step::Read { at: word.place.at(0), into });
         }
-        self.run(trip, &mut steps).await
+        if steps.is_empty() {
+            return Ok(());
+        }
+        self.run(trip, &mut steps).await?;
+        drop(steps);
+        missed.into_iter().for_each(|(place, range)| self.cache.keep(place, &buffer[range]));
+        Ok(())
     }
 
     async fn read_all_buckets(

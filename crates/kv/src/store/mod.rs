@@ -3,6 +3,7 @@
 mod access;
 mod atomically;
 mod blocking;
+mod cache;
 mod change;
 mod compact;
 mod create;
@@ -31,6 +32,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 pub use atomically::{Transaction, Wanted};
+pub use cache::CacheStats;
 pub use change::{Condition, Expiry, Outcome, SetOptions, Update};
 pub use evict::{Candidates, Eviction};
 pub use read::Pinned;
@@ -74,6 +76,8 @@ pub struct Settings {
     pub form: Form,
     /// Keeps a copy of the index at the compute node: 17 bytes a slot. Form `published` has none.
     pub mirror: bool,
+    /// Most bytes of the value cache at the compute node; 0: none. Only mirrored keys are cached.
+    pub cache_bytes: u64,
     /// Groups of buckets in a subtable. None: as many as fit 16 KiB.
     pub groups: Option<u16>,
     /// The stripes (QP groups) number 2 to the power of this value, at most 64.
@@ -87,6 +91,7 @@ impl Default for Settings {
         Self {
             form: Form::Fused,
             mirror: true,
+            cache_bytes: 0,
             groups: None,
             stripe_bits: 0,
             measure: Measure::Recency,
@@ -116,6 +121,7 @@ pub struct Store<R, B, E> {
     watches: Arc<watch::Watches>,
     due: sweep::Due,
     buffers: Buffers,
+    cache: cache::Cache,
     counters: Counters,
     /// Number of the next split or merge.
     sequence: AtomicU64,

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::Store;
+use super::cache::CacheStats;
 use crate::blocks::{Blocks, Usage};
 use crate::environment::Environment;
 use crate::layout::directory::Sizes;
@@ -34,6 +35,8 @@ pub struct Stats {
     pub expired: u64,
     /// Blocks moved by compaction since the store was opened.
     pub moved: u64,
+    /// The value cache.
+    pub cache: CacheStats,
 }
 
 impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
@@ -55,6 +58,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             evicted: load(&self.removed.evicted),
             expired: load(&self.removed.expired),
             moved: load(&self.removed.moved),
+            cache: self.cache.stats(),
             ..Stats::default()
         };
         for (db, database) in self.databases.iter().enumerate() {

@@ -80,6 +80,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let (code, place, encoded) = match self.code(length) {
             Some(code) => {
                 let place = parts.allocate(stripe, length as u32).await?;
+                self.cache.forget(place);
                 let mut encoded = self.buffers.take();
                 encoded.resize(length, 0);
                 block::encode(place, &head, key.bytes, &[value], &mut encoded);
@@ -245,6 +246,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
 
     /// Retires the block that `word` named, and `parts`.
     pub(super) fn retire(&self, word: Slot, parts: &[(Place, u32)]) {
+        self.cache.forget(word.place);
         self.blocks.retire(word.place);
         parts.iter().for_each(|(place, _)| self.blocks.retire(*place));
     }
