@@ -6,7 +6,7 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
 use common::{BEGIN, COLUMNS, TestStore, World, block_on, settings};
-use kv::{Condition, Cursor, Expiry, SetOptions, Update, Wanted};
+use kv::{Condition, Cursor, Expiry, SetOptions, Settings, Update, Wanted};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -284,7 +284,9 @@ impl Check {
 fn check(column: usize, ops: Vec<Op>) {
     let (_, form, mirror) = COLUMNS[column];
     let world = World::new(4096, 1 << 20, false, 9);
-    let store = world.create(settings(form, mirror, 1));
+    // A shard of the cache has room for a few blocks. Only a mirrored store caches values.
+    let cached = Settings { cache_bytes: 32 << 10, ..settings(form, mirror, 1) };
+    let store = world.create(cached);
     let (model, scan) = (BTreeMap::new(), Scan::default());
     let mut check = Check { world, store, model, now: BEGIN, scan, serial: 0 };
     ops.into_iter().for_each(|op| check.step(op));

@@ -4,8 +4,8 @@ mod common;
 
 use std::borrow::Cow;
 
-use common::{BEGIN, COLUMNS, block_on, store};
-use kv::{Expiry, Operation, SetOptions, Update, Wanted};
+use common::{BEGIN, COLUMNS, World, block_on, settings, store};
+use kv::{Expiry, Form, Operation, SetOptions, Settings, Update, Wanted};
 
 /// The table of the design: published; fused with a remote index; fused and mirrored.
 const TABLE: [(&str, [u64; 3]); 9] = [
@@ -131,4 +131,38 @@ fn split_takes_the_round_trips_of_the_table() {
             assert_eq!(block_on(store.get(0, &key)).expect("a read").as_deref(), Some(&key[..]));
         }
     }
+}
+
+#[test]
+fn cached_value_takes_no_round_trip_until_it_changes() {
+    let world = World::new(4096, 1 << 20, false, 1);
+    let mirrored = settings(Form::Fused, true, 21);
+    let store = world.create(Settings { cache_bytes: 1 << 20, ..mirrored });
+    let set = |value: &'static [u8]| {
+        block_on(store.set(0, b"key", value, SetOptions::default())).expect("a write");
+    };
+    let get = |value: Option<&[u8]>, waits: u64, what: &str| {
+        let before = world.client.waits();
+        let found = block_on(store.get(0, b"key")).expect("a read");
+        assert_eq!(found.as_deref(), value, "{what}");
+        assert_eq!(world.client.waits() - before, waits, "{what}");
+    };
+    set(b"one");
+    get(Some(b"one"), 1, "not cached");
+    get(Some(b"one"), 0, "cached");
+    let before = world.client.waits();
+    let several = block_on(store.get_many(0, &[b"key", b"absent"])).expect("a read");
+    assert_eq!((several[0].as_deref(), world.client.waits()), (Some(&b"one"[..]), before));
+    set(b"two");
+    get(Some(b"two"), 1, "replaced");
+    get(Some(b"two"), 0, "cached again");
+    assert!(block_on(store.expire(0, b"key", BEGIN + 50, |_| true)).expect("a change"));
+    get(Some(b"two"), 1, "another expiry");
+    assert_eq!(block_on(store.expiry(0, b"key")).expect("a read"), Some(BEGIN + 50));
+    let mut value = Vec::new();
+    let expiry = block_on(store.get_into(0, b"key", &mut value)).expect("a read");
+    assert_eq!(expiry, Some(BEGIN + 50));
+    assert!(block_on(store.delete(0, b"key")).expect("a deletion"));
+    get(None, 0, "deleted");
+    assert_eq!(store.stats().cache.blocks, 0);
 }
