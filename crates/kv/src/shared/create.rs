@@ -13,7 +13,7 @@ use crate::layout::root::{DATABASES, DirectoryRoot, Fixed, Mode, ROOT_BYTES, Roo
 use crate::layout::table::Shape;
 use crate::layout::{put, word};
 use crate::place::Place;
-use crate::reach::{Reach, Step, Stopped};
+use crate::reach::{Reach, Step};
 use crate::store::scratch::Buffers;
 use crate::store::trips::Counters;
 
@@ -53,9 +53,12 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         shape_of(&root, slab)?;
         let mut block = vec![0; lines];
         put(&mut block, 0, FIRST);
-        let write = |at: Place, from| Step::Write { at: at.at(0), from };
         let bytes = root.encode();
-        reach.run(&mut [write(epochs, &block), write(place, &bytes)]).await?;
+        let mut steps = [
+            Step::Write { at: epochs.at(0), from: &block },
+            Step::Write { at: place.at(0), from: &bytes },
+        ];
+        reach.run(&mut steps).await?;
         Self::open(reach, blocks, environment, settings, place).await
     }
 
@@ -120,8 +123,7 @@ async fn register<R: Reach>(reach: &R, block: Place, slab: u32) -> Result<u32, E
         let mut old = 0;
         let at = client_word(block, client as u32);
         let cas = Step::Cas { at, expected: 0, new: epoch, old: &mut old };
-        let done: Result<(), Stopped> = reach.run(&mut [cas]).await;
-        done?;
+        reach.run(&mut [cas]).await?;
         if old == 0 {
             return Ok(client as u32);
         }

@@ -18,7 +18,6 @@ use crate::layout::table::BucketWord;
 use crate::layout::word;
 use crate::place::{Address, Place};
 use crate::reach::{Reach, Step};
-use crate::store::trips::Trip;
 
 /// The directory of one database, as a client has read it.
 #[derive(Clone, Debug)]
@@ -59,7 +58,7 @@ impl Directory {
     pub fn range(&self, word: BucketWord) -> Vec<(usize, Address)> {
         let first = crate::hash::index(word.prefix << 16, self.depth);
         let count = 1_usize << self.depth.saturating_sub(word.depth);
-        let address = |index| Some((index, self.sizes.address(&self.pieces, index)?));
+        let address = |index: usize| Some((index, self.sizes.address(&self.pieces, index)?));
         (first..first + count).filter_map(address).collect()
     }
 
@@ -197,16 +196,5 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         let [after] = self.words(&op.trip, [self.root_word(db)]).await?;
         // A doubling that began before may have copied the words that were there earlier.
         Ok(after == root)
-    }
-
-    /// The bucket word in the header of the subtable at `table`.
-    pub(super) async fn bucket_word(
-        &self,
-        trip: &Trip<'_>,
-        table: Place,
-    ) -> Result<BucketWord, Error> {
-        let at = table.at(crate::layout::table::HEADER_WORD);
-        let [found] = self.words(trip, [at]).await?;
-        BucketWord::parse(found).map_err(Error::malformed(at))
     }
 }

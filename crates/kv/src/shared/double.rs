@@ -62,6 +62,9 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
 
     /// Ends a doubling that another client has begun.
     pub(super) async fn finish_doubling(&self, op: &Op<'_>, db: u8) -> Result<(), Error> {
+        if self.load(op, db).await? & DOUBLING == 0 {
+            return Ok(());
+        }
         let depth = self.directory(db).lock().as_ref().map(|directory| directory.depth);
         match depth {
             Some(depth) => self.double(op, db, depth + 1).await,

@@ -18,7 +18,7 @@ use super::{Key, Op, SharedStore};
 use crate::blocks::Blocks;
 use crate::environment::Environment;
 use crate::error::Error;
-use crate::reach::{Reach, Step};
+use crate::reach::Reach;
 use crate::search::View;
 
 /// Attempts after which a client empties a tentative slot of another client.
@@ -105,19 +105,5 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
             }
         }
         Ok(true)
-    }
-}
-
-impl<'a> Step<'a> {
-    /// The same verb, for a shorter time.
-    pub(super) fn reborrow(&mut self) -> Step<'_> {
-        match self {
-            Step::Read { at, into } => Step::Read { at: *at, into },
-            Step::Write { at, from } => Step::Write { at: *at, from },
-            Step::Cas { at, expected, new, old } => {
-                Step::Cas { at: *at, expected: *expected, new: *new, old }
-            }
-            Step::Add { at, amount, old } => Step::Add { at: *at, amount: *amount, old },
-        }
     }
 }

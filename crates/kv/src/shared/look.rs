@@ -69,8 +69,8 @@ impl Successors {
     }
 }
 
-/// What is read in the header of a subtable: the bucket word, the lock, the successor, the sibling.
-const HEADER_READ: usize = 48;
+/// What is read in the header of a subtable: from the bucket word to the upper successor.
+const HEADER_READ: usize = 56;
 
 impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
     /// Where the subtable at `table` lies.
@@ -86,24 +86,38 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         op: &Op<'_>,
         key: &Key<'_>,
         changes: bool,
-        mut along: Option<(Address, &[u8])>,
+        along: Option<(Address, &[u8])>,
     ) -> Result<Option<Seen>, Error> {
         let upper = key.hash.upper;
-        let mut view = View::new(Buckets::of(upper, self.shape.groups));
+        let buckets = Buckets::of(upper, self.shape.groups);
+        self.look_at(op, key.db, (upper, buckets), changes, along).await
+    }
+
+    /// Reads two combined buckets of the subtable that has the hash `upper`.
+    pub(super) async fn look_at(
+        &self,
+        op: &Op<'_>,
+        db: u8,
+        (upper, buckets): (u64, Buckets),
+        changes: bool,
+        mut along: Option<(Address, &[u8])>,
+    ) -> Result<Option<Seen>, Error> {
+        let mut view = View::new(buckets);
         let mut table = None;
         for _ in 0..self.settings.attempts {
-            let named = match (table, self.named(op, key.db, upper)) {
-                (Some(_), _) => None,
-                (None, Some(named)) => Some(named),
-                (None, None) if self.load(op, key.db).await? == 0 => return Ok(None),
-                (None, None) => continue,
+            let named = match table {
+                Some(_) => None,
+                None => self.named(op, db, upper),
             };
             let place = match (table, named) {
                 (Some(table), _) => table,
                 (None, Some(named)) => {
                     Entry::parse(named.word).map_err(Error::malformed(named.at))?.table
                 }
-                (None, None) => continue,
+                (None, None) => match self.load(op, db).await? {
+                    0 => return Ok(None),
+                    _ => continue,
+                },
             };
             let verify = named.filter(|named| !named.is_fresh);
             let mut verified = [[0; 8]; 2];
@@ -111,7 +125,7 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
                 let mut steps = Steps::new();
                 steps.extend(along.take().map(|(at, from)| Step::Write { at, from }));
                 if let Some(named) = verify {
-                    let at = [self.root_word(key.db), named.at];
+                    let at = [self.root_word(db), named.at];
                     let reads = at.into_iter().zip(&mut verified);
                     steps.extend(reads.map(|(at, into)| Step::Read { at, into }));
                 }
@@ -121,10 +135,10 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
             if let Some(named) = verify {
                 let [root, word] = verified.map(u64::from_be_bytes);
                 if root & !DOUBLING != named.root {
-                    *self.directory(key.db).lock() = None;
+                    *self.directory(db).lock() = None;
                     continue;
                 }
-                self.verified(op, key.db, named, word);
+                self.verified(op, db, named, word);
                 if word != named.word {
                     continue;
                 }
@@ -138,7 +152,7 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
                         return Err(Error::Malformed { at: place.at(0), what });
                     };
                     if changes {
-                        self.publish(op, key.db, place, &successors).await?;
+                        self.publish(op, db, place, &successors).await?;
                     }
                     table = Some(successors.of(upper));
                 }
@@ -194,7 +208,12 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         if low.is_none() {
             return Ok(None);
         }
-        let [high] = self.words(trip, [low.at(super::words::SIBLING)]).await?;
+        let mut high = word(super::words::UPPER);
+        if high == 0 {
+            // The lower successor cannot have been split and freed: no client changes it before the
+            // old header has the upper successor.
+            [high] = self.words(trip, [low.at(super::words::SIBLING)]).await?;
+        }
         let new = super::split::halves(old);
         Ok(Some(Successors { old, new: [(new[0], low), (new[1], Place::of(high))] }))
     }

@@ -25,6 +25,7 @@ mod fresh;
 mod insert;
 mod look;
 mod read;
+mod scan;
 mod split;
 mod tend;
 mod words;

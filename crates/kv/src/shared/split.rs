@@ -6,7 +6,8 @@
 //!    on. Readers do not.
 //! 3. Write two new subtables with the final slots, at the same indices.
 //! 4. CAS the place of the lower one into the old header. This step decides.
-//! 5. Mark all buckets as moved, so that readers go on to the new subtables.
+//! 5. Write the place of the upper one into the old header, then mark all buckets as moved, so that
+//!    readers go on to the new subtables.
 //! 6. Let the directory words name the new subtables, and retire the old one.
 //!
 //! Each client that finds a decided split carries out 5 and 6 before it changes a new subtable. So
@@ -17,7 +18,8 @@ use smallvec::SmallVec;
 use super::access::Steps;
 use super::look::{Successors, bucket_at};
 use super::words::{
-    FROZEN, LOCK, SIBLING, SUCCESSOR, is_frozen, is_tentative, is_unlocked, lock_word, slot_of,
+    FROZEN, LOCK, SIBLING, SUCCESSOR, UPPER, is_frozen, is_tentative, is_unlocked, lock_word,
+    slot_of,
 };
 use super::{Key, Op, SharedStore, SplitLock};
 use crate::blocks::Blocks;
@@ -27,9 +29,12 @@ use crate::hash::DEPTH_MAX;
 use crate::layout::block::{HEADER_BYTES, Head};
 use crate::layout::table::{self, BUCKET_BYTES, BucketWord, Header, SLOTS, Slot, encode_header};
 use crate::layout::{put, word};
-use crate::place::{Address, Place};
+use crate::place::Place;
 use crate::reach::{Reach, Step};
 use crate::store::trips::Operation;
+
+/// Subtables that wait for the end of a doubling, until this client ends the doubling itself.
+const PENDING: usize = 8;
 
 /// A subtable that was split by this client, and that a directory may name still.
 #[derive(Clone, Copy, Debug)]
@@ -132,11 +137,10 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
             });
             self.image(db, word, sibling, kept)
         });
-        let write = |(place, image): (Place, _)| Step::Write { at: place.at(0), from: image };
         let mut steps: Steps<'_> = [low, high]
             .into_iter()
             .zip(&images)
-            .map(|(place, image)| write((place, image.as_slice())))
+            .map(|(place, image)| Step::Write { at: place.at(0), from: image })
             .collect();
         self.run(&op.trip, &mut steps).await?;
         drop(steps);
@@ -150,7 +154,7 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         }
         let new = [(new[0], low), (new[1], high)];
         self.split.lock().push(Old { db, table, word: whole, new });
-        self.mark_moved(op, table, whole).await
+        self.mark_moved(op, table, whole, high).await
     }
 
     /// Freezes all slots. Returns their words, which never change again.
@@ -169,13 +173,11 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
             }
             let mut found = vec![0; open.len()];
             {
-                let cas = |(slot, old): (&usize, _)| Step::Cas {
-                    at: self.slot_at(table, *slot),
-                    expected: slots[*slot],
-                    new: slots[*slot] | FROZEN,
-                    old,
-                };
-                let mut steps: Steps<'_> = open.iter().zip(&mut found).map(cas).collect();
+                let mut steps = Steps::new();
+                for (slot, old) in open.iter().zip(&mut found) {
+                    let (at, expected) = (self.slot_at(table, *slot), slots[*slot]);
+                    steps.push(Step::Cas { at, expected, new: expected | FROZEN, old });
+                }
                 self.run(&op.trip, &mut steps).await?;
             }
             for (slot, found) in open.into_iter().zip(found) {
@@ -240,24 +242,37 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         table: Place,
         successors: &Successors,
     ) -> Result<(), Error> {
-        self.mark_moved(op, table, successors.old).await?;
+        self.mark_moved(op, table, successors.old, successors.new[1].1).await?;
         self.swing(op, db, successors.old, successors.new).await?;
         Ok(())
     }
 
-    /// Marks the overflow buckets as moved. Each combined bucket has one.
-    async fn mark_moved(&self, op: &Op<'_>, table: Place, whole: BucketWord) -> Result<(), Error> {
+    /// Marks the overflow buckets as moved, of which each combined bucket has one. The upper
+    /// successor comes first: a client that finds a mark may find the lower one freed.
+    async fn mark_moved(
+        &self,
+        op: &Op<'_>,
+        table: Place,
+        whole: BucketWord,
+        high: Place,
+    ) -> Result<(), Error> {
+        let high = high.bits().to_be_bytes();
         let moved = BucketWord { moving: true, ..whole }.word().to_be_bytes();
-        let overflow = |group: u32| -> Address { bucket_at(table, self.shape, 3 * group + 1) };
-        let mut steps: Steps<'_> = (0..self.shape.groups)
-            .map(|group| Step::Write { at: overflow(group), from: &moved })
-            .collect();
+        let mut steps = Steps::new();
+        steps.push(Step::Write { at: table.at(UPPER), from: &high });
+        for group in 0..self.shape.groups {
+            let at = bucket_at(table, self.shape, 3 * group + 1);
+            steps.push(Step::Write { at, from: &moved });
+        }
         self.run(&op.trip, &mut steps).await
     }
 
     /// Retires subtables of this client that no directory names any more.
     pub(super) async fn bury(&self, op: &Op<'_>) -> Result<(), Error> {
         let open: SmallVec<[Old; 2]> = self.split.lock().drain(..).collect();
+        if let Some(old) = open.first().filter(|_| open.len() > PENDING) {
+            self.finish_doubling(op, old.db).await?;
+        }
         for (i, old) in open.iter().enumerate() {
             match self.swing(op, old.db, old.word, old.new).await {
                 Ok(true) => self.epochs.retire(old.table, self.shape.header_bytes()),

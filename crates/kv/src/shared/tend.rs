@@ -18,9 +18,7 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         self.tick_after(0).await?;
         let op = self.begin(Operation::Maintain).await?;
         // A doubling that another client has begun keeps subtables from being retired.
-        if self.load(&op, db).await? & super::words::DOUBLING != 0 {
-            self.finish_doubling(&op, db).await?;
-        }
+        self.finish_doubling(&op, db).await?;
         self.bury(&op).await
     }
 

@@ -8,6 +8,7 @@
 //!             +24 lock: 63 client 48 | 47 end of the lease in ms since 1970 0      0 = not locked
 //!             +32 place of the lower successor, 0 = the subtable is not split
 //!             +40 place of the sibling, which is the upper successor of the same subtable
+//!             +48 place of the upper successor, 0 until the buckets are marked as moved
 //! ```
 //!
 //! A *frozen* slot never changes again: a split freezes each slot, also an empty one, before it
@@ -33,6 +34,9 @@ pub(super) const LOCK: u64 = 24;
 pub(super) const SUCCESSOR: u64 = 32;
 /// Offset of the sibling's place in a subtable's header.
 pub(super) const SIBLING: u64 = 40;
+
+/// Offset of the upper successor's place in a subtable's header.
+pub(super) const UPPER: u64 = 48;
 
 /// True if the slot never changes again.
 pub(super) const fn is_frozen(word: u64) -> bool {
