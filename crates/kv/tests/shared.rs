@@ -9,7 +9,10 @@ use std::sync::Arc;
 use common::{BEGIN, block_on, seeds};
 use kv::check::{Case, Counts};
 use kv::memory::{Arena, Client, Hand, Memory};
-use kv::{Cursor, Expiry, Form, Operation, SetOptions, SharedSettings, SharedStore, Update};
+use kv::{
+    Cursor, Error, Expiry, Form, Operation, SetOptions, SharedSettings, SharedStore, SplitLock,
+    Update,
+};
 
 type Shared = SharedStore<Arc<Client>, Arena, Arc<Hand>>;
 
@@ -148,6 +151,82 @@ fn clients_see_each_others_keys_over_splits() {
     }
     assert_eq!(seen.len(), 2000);
     assert_eq!(block_on(two.len(0)).expect("a scan"), 2000);
+}
+
+/// Keys that a client has written before it crashed after `verbs` verbs, and the index.
+fn crashed(world: &World, verbs: u64, settings: &SharedSettings) -> (Shared, Vec<u32>) {
+    let (client, store) = world.create(settings.clone());
+    client.crash_after(verbs);
+    let mut written = Vec::new();
+    for i in 0..100_u32 {
+        match block_on(store.set(0, &i.to_be_bytes(), b"value", SetOptions::default())) {
+            Ok(_) => written.push(i),
+            Err(Error::Stopped(_)) => break,
+            Err(error) => panic!("{error}"),
+        }
+    }
+    (store, written)
+}
+
+/// The first client crashes at each verb, also in a split; the second one goes on after the lease.
+#[test]
+fn client_may_crash_at_any_verb() {
+    let settings = World::settings(Form::Fused, 1);
+    for verbs in 0..700 {
+        let world = World::new();
+        let (first, written) = crashed(&world, verbs, &settings);
+        world.hand.advance(1000);
+        let (_, second) = world.open(&first, settings.clone());
+        block_on(second.strike(first.client())).expect("a write");
+        for i in 0..100_u32 {
+            let key = i.to_be_bytes();
+            let found = block_on(second.get(0, &key)).expect("a read");
+            assert!(found.is_some() || !written.contains(&i), "key {i} after {verbs} verbs");
+            let set = second.set(0, &key, b"other", SetOptions::default());
+            block_on(set).unwrap_or_else(|error| panic!("key {i} after {verbs} verbs: {error}"));
+        }
+        for i in 0..100_u32 {
+            let found = block_on(second.get(0, &i.to_be_bytes())).expect("a read");
+            assert_eq!(found.as_deref(), Some(&b"other"[..]), "key {i} after {verbs} verbs");
+        }
+        assert_eq!(block_on(second.len(0)).expect("a scan"), 100, "after {verbs} verbs");
+    }
+}
+
+/// As published: a subtable stays locked if its client crashes in a split. Readers go on.
+#[test]
+fn plain_lock_of_a_crashed_client_stays() {
+    let lock = SplitLock::Plain;
+    let settings = SharedSettings { lock, attempts: 20, ..World::settings(Form::Published, 1) };
+    let mut locked = 0;
+    for verbs in 0..400 {
+        let world = World::new();
+        let (first, written) = crashed(&world, verbs, &settings);
+        world.hand.advance(1_000_000);
+        let (_, second) = world.open(&first, settings.clone());
+        let set =
+            |i: u32| block_on(second.set(0, &i.to_be_bytes(), b"other", SetOptions::default()));
+        locked += u64::from((0..100).any(|i| set(i) == Err(Error::Contended)));
+        for i in written {
+            assert!(block_on(second.get(0, &i.to_be_bytes())).expect("a read").is_some());
+        }
+    }
+    assert!(locked > 10, "{locked} of 400 crashes left a lock");
+}
+
+#[test]
+fn client_that_does_not_tick_holds_splits_back() {
+    let world = World::new();
+    let limbo_max = 4096;
+    let settings = SharedSettings { limbo_max, tick_ms: 0, ..World::settings(Form::Fused, 2) };
+    let (_, store) = world.create(settings.clone());
+    let (_, idle) = world.open(&store, settings);
+    let set = |i: u32| block_on(store.set(0, &i.to_be_bytes(), b"value", SetOptions::default()));
+    let held = (0..5000).find(|i| matches!(set(*i), Err(Error::HeldBack(_))));
+    let held = held.expect("a split that was held back");
+    assert!(store.limbo_bytes() > limbo_max);
+    block_on(store.strike(idle.client())).expect("a write");
+    assert!(set(held).expect("a write").is_set);
 }
 
 #[test]

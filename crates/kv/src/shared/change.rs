@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use super::fresh::{Fresh, Known};
-use super::look::{Hit, Want};
+use super::look::{Among, Hit, Want};
 use super::words::is_frozen;
 use super::{Key, Op, SharedStore};
 use crate::blocks::Blocks;
@@ -17,6 +17,16 @@ use crate::store::{Condition, Expiry, Form, Outcome, SetOptions, Update};
 
 /// Ticks for which a change waits until unlinked blocks are free.
 const PATIENCE: usize = 8;
+
+/// One attempt at a change.
+#[derive(Clone, Copy)]
+struct Plan {
+    want: Want,
+    /// True if the block for the new value was encoded before the look-up.
+    is_ahead: bool,
+    /// Number of attempts before.
+    attempt: u32,
+}
 
 /// The result of one attempt at a change.
 pub(super) enum Tried {
@@ -155,8 +165,8 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
             None => None,
         };
         for attempt in 0..self.settings.attempts {
-            let tried = self.attempt(op, key, want, ahead.is_some(), &mut ready, attempt, decide);
-            match tried.await? {
+            let plan = Plan { want, is_ahead: ahead.is_some(), attempt };
+            match self.attempt(op, key, plan, &mut ready, decide).await? {
                 Tried::Done => return Ok(()),
                 Tried::Again => {}
             }
@@ -164,16 +174,13 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         Err(Error::Contended)
     }
 
-    /// Attempts a change. `ready`: a block for the new value; `is_ahead`: whose value is known.
-    #[expect(clippy::too_many_arguments, reason = "one attempt of one caller")]
+    /// Attempts a change. `ready`: a block for the new value.
     async fn attempt<'s, 'v>(
         &'s self,
         op: &Op<'_>,
         key: &Key<'_>,
-        want: Want,
-        is_ahead: bool,
+        plan: Plan,
         ready: &mut Option<Fresh<'s, B>>,
-        attempt: u32,
         decide: &mut impl FnMut(Current<'_>) -> Update<'v>,
     ) -> Result<Tried, Error> {
         let mut buffer = self.buffers.take();
@@ -191,13 +198,14 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         if let Some(fresh) = ready {
             fresh.is_written = true;
         }
-        let hits = self.search(op, key, want, &seen.view, true, &mut buffer, &[]).await?;
+        let among = Among { view: &seen.view, tentative: true, known: &[] };
+        let hits = self.search(op, key, plan.want, among, &mut buffer).await?;
         let (twins, finals): (Vec<Hit>, Vec<Hit>) =
             hits.into_iter().partition(|hit| super::words::is_tentative(hit.raw));
         let hit = finals.into_iter().next();
         let now = self.environment.now();
         let alive = hit.as_ref().filter(|hit| !hit.head.is_expired(now));
-        let value = match (alive, want) {
+        let value = match (alive, plan.want) {
             (Some(hit), Want::Value) => Some(self.value(hit, &buffer)?),
             _ => None,
         };
@@ -217,7 +225,7 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
             Update::Put(value, Expiry::Keep) => (value, expiry_before),
             Update::Put(value, Expiry::At(at)) => (value, at.min(EXPIRY_MAX)),
         };
-        if !is_ahead {
+        if !plan.is_ahead {
             *ready = None;
         }
         let fresh = match ready {
@@ -226,7 +234,7 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         };
         match &hit {
             Some(hit) => self.replace(op, key, seen.table, hit, Some(fresh)).await,
-            None => self.insert(op, key, &seen, &twins, attempt, fresh).await,
+            None => self.insert(op, key, &seen, &twins, plan.attempt, fresh).await,
         }
     }
 

@@ -19,6 +19,9 @@ use crate::layout::word;
 use crate::place::{Address, Place};
 use crate::reach::{Reach, Step};
 
+/// The tick of a word that must be verified.
+const NEVER: u64 = u64::MAX;
+
 /// The directory of one database, as a client has read it.
 #[derive(Clone, Debug)]
 pub(super) struct Directory {
@@ -91,6 +94,15 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
             && let Some(cached) = directory.words.get_mut(named.index)
         {
             *cached = Cached { word, tick: op.running.tick };
+        }
+    }
+
+    /// Lets the next look-up verify a directory word, because its subtable was split.
+    pub(super) fn doubt(&self, db: u8, named: Option<Named>) {
+        if let (Some(directory), Some(named)) = (&mut *self.directory(db).lock(), named)
+            && let Some(cached) = directory.words.get_mut(named.index)
+        {
+            cached.tick = NEVER;
         }
     }
 

@@ -12,7 +12,7 @@ use smallvec::SmallVec;
 
 use super::change::Tried;
 use super::fresh::{Fresh, Known};
-use super::look::{Hit, Seen, Want, is_same_block};
+use super::look::{Among, Hit, Seen, Want, is_same_block};
 use super::words::{TENTATIVE, is_frozen, is_tentative};
 use super::{Key, Op, SharedStore};
 use crate::blocks::Blocks;
@@ -94,7 +94,8 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         };
         let known: SmallVec<[usize; 28]> = view.buckets.slots().filter(is_known).collect();
         let mut buffer = self.buffers.take();
-        let hits = self.search(op, key, Want::Presence, view, true, &mut buffer, &known).await?;
+        let among = Among { view, tentative: true, known: &known };
+        let hits = self.search(op, key, Want::Presence, among, &mut buffer).await?;
         for hit in hits {
             if !is_tentative(hit.raw) {
                 return Ok(false);

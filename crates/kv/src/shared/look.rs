@@ -43,6 +43,17 @@ pub(super) struct Hit {
     pub range: Range<usize>,
 }
 
+/// The slots that a search reads.
+#[derive(Clone, Copy)]
+pub(super) struct Among<'a> {
+    /// The buckets.
+    pub view: &'a View,
+    /// True: also tentative slots that are not frozen.
+    pub tentative: bool,
+    /// Slots that are passed over.
+    pub known: &'a [usize],
+}
+
 /// The buckets of a key.
 pub(super) struct Seen {
     /// Place of the subtable.
@@ -145,6 +156,7 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
             }
             match self.judge(place, upper, &view)? {
                 Some(word) => return Ok(Some(Seen { table: place, word, view })),
+                None if named.is_some_and(|named| named.is_fresh) => self.doubt(db, named),
                 None => {
                     let successors = self.successors(&op.trip, place).await?;
                     let Some(successors) = successors else {
@@ -218,18 +230,16 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         Ok(Some(Successors { old, new: [(new[0], low), (new[1], Place::of(high))] }))
     }
 
-    /// Reads the blocks whose fingerprint fits, and returns those of `key`. `tentative`: also those
-    /// of tentative slots that are not frozen. Slots in `known` are not read.
+    /// Reads the blocks whose fingerprint fits, and returns those of `key`.
     pub(super) async fn search(
         &self,
         op: &Op<'_>,
         key: &Key<'_>,
         want: Want,
-        view: &View,
-        tentative: bool,
+        among: Among<'_>,
         buffer: &mut Vec<u8>,
-        known: &[usize],
     ) -> Result<SmallVec<[Hit; 2]>, Error> {
+        let Among { view, tentative, known } = among;
         let mut candidates = SmallVec::<[(usize, u64, Slot, Range<usize>); 2]>::new();
         let start = buffer.len();
         let mut end = start;

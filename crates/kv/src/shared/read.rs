@@ -1,6 +1,6 @@
 //! Operations that read one key.
 
-use super::look::{Hit, Want};
+use super::look::{Among, Hit, Want};
 use super::{Key, Op, SharedStore};
 use crate::blocks::Blocks;
 use crate::environment::Environment;
@@ -55,7 +55,8 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         buffer: &mut Vec<u8>,
     ) -> Result<Option<Hit>, Error> {
         let Some(seen) = self.look(op, key, false, None).await? else { return Ok(None) };
-        let hits = self.search(op, key, want, &seen.view, false, buffer, &[]).await?;
+        let among = Among { view: &seen.view, tentative: false, known: &[] };
+        let hits = self.search(op, key, want, among, buffer).await?;
         let now = self.environment.now();
         Ok(hits.into_iter().next().filter(|hit| !hit.head.is_expired(now)))
     }
