@@ -141,6 +141,8 @@ pub enum Statistic {
     P50,
     /// 99th percentile.
     P99,
+    /// 99.9th percentile.
+    P999,
     /// Largest.
     Max,
 }
@@ -151,6 +153,7 @@ impl fmt::Display for Statistic {
             Self::Mean => "mean",
             Self::P50 => "p50",
             Self::P99 => "p99",
+            Self::P999 => "p99.9",
             Self::Max => "max",
         })
     }

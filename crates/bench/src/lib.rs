@@ -16,6 +16,7 @@
 //! | [`fault`] | page faults: metrics, tables, pictures |
 //! | [`paged_fault`] | page faults of a paged program |
 //! | [`uffd_baseline`] | baseline of the pager: bare userfaultfd |
+//! | [`kv`] | key-value stores, and servers of other projects under the same workloads |
 //! | [`policy`] | replacement policies on fault traces |
 //! | [`seal`] | sealing and opening of pages |
 //! | [`paper`] | the papers' experiments, under virtual time and on this machine |
@@ -26,6 +27,7 @@ mod cores;
 pub mod fault;
 pub mod handoff;
 mod inline_client;
+pub mod kv;
 pub mod paged_fault;
 pub mod paper;
 pub mod pingpong;
@@ -76,6 +78,20 @@ pub enum Error {
     /// Pages cannot be sealed.
     #[error(transparent)]
     Seal(#[from] ::seal::Error),
+    /// A key-value store failed in an experiment.
+    #[error(transparent)]
+    Kv(#[from] ::kv::Error),
+    /// The blocks of a key-value store cannot be allocated.
+    #[error(transparent)]
+    Heap(#[from] heap::Error),
+    /// A server of a key-value store cannot be measured.
+    #[error("measuring the server at {address}: {why}")]
+    Server {
+        /// HOST:PORT.
+        address: String,
+        /// The cause.
+        why: String,
+    },
     /// Userfaultfd is not permitted here.
     #[error(transparent)]
     Pager(#[from] pager::Error),

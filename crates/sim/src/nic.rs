@@ -50,6 +50,19 @@ impl SimHooks {
         self.shared.state.lock().now + fiber::charged()
     }
 
+    /// Returns the time that the memory nodes' CPUs have spent on requests and verbs.
+    pub fn node_cpu(&self) -> Time {
+        self.shared.state.lock().node_cpu
+    }
+
+    /// Charges time to the running fiber, and counts the time of a memory node's CPU.
+    fn charge(&self, time: Time) {
+        if self.weak {
+            self.shared.state.lock().node_cpu += time;
+        }
+        fiber::charge(time);
+    }
+
     /// Adds a line to the trace if one is recorded.
     pub fn note(&self, line: impl FnOnce() -> String) {
         self.shared.note(line);
@@ -102,7 +115,7 @@ impl Hooks for SimHooks {
             return;
         }
         let params = &self.params;
-        fiber::charge(match call {
+        self.charge(match call {
             Call::PostSend(..) | Call::Enable => params.cpu.post,
             Call::DeregMr(_) if self.weak => params.node_cpu.deregister,
             Call::RegMr(bytes) if self.weak => {
@@ -147,7 +160,7 @@ impl Hooks for SimHooks {
             let requests = all.iter().filter(|c| c.kind == CompletionKind::Receive).count();
             cost += Time(self.params.node_cpu.request.0 * requests as u64);
         }
-        fiber::charge(cost);
+        self.charge(cost);
     }
 
     fn wait(&self, cqn: Cqn, next: u32, timeout: Duration) -> Result<bool, Error> {
@@ -182,7 +195,7 @@ impl Hooks for SimHooks {
         }
         let visible = visible(&self.shared);
         if visible && self.weak {
-            fiber::charge(self.params.node_cpu.wakeup);
+            self.charge(self.params.node_cpu.wakeup);
         }
         Ok(visible)
     }

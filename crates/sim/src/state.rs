@@ -93,6 +93,8 @@ pub(crate) struct FiberState {
 
 pub(crate) struct State {
     pub now: Time,
+    /// Time that the memory nodes' CPUs have spent on requests and verbs.
+    pub node_cpu: Time,
     pub number: u64,
     pub queue: BinaryHeap<Reverse<Entry>>,
     pub chance: Option<Random>,
@@ -133,6 +135,7 @@ impl State {
         Self {
             compute_nodes,
             now: Time::ZERO,
+            node_cpu: Time::ZERO,
             number: 0,
             queue: BinaryHeap::new(),
             chance: shuffled.then(|| Random::new(seed, 0)),

@@ -8,7 +8,9 @@ use serde_json::Value;
 
 use super::churn::{self, Churn};
 use super::measure::{Outcome, Thread};
+use super::store::{self, StoreWork};
 use super::traces::{self, Replay};
+use crate::Error;
 use units::Random;
 
 /// Bytes of an access: a page, as in the papers.
@@ -16,6 +18,9 @@ pub const ACCESS_BYTES: u64 = 4096;
 
 /// Size of an access QP's send queue in building blocks; a thread has one request in flight.
 const SEND_BLOCKS: u32 = 16;
+
+/// The same for a store, which posts lists of up to 16 requests.
+const STORE_SEND_BLOCKS: u32 = 128;
 
 /// Minimum of the requests that a connection may have in flight: the default of a memory node.
 const CREDITS: u32 = 16;
@@ -38,6 +43,8 @@ pub enum Work {
     Churn(Churn),
     /// Replays the requests of a trace.
     Replay(Replay),
+    /// Uses a key-value store.
+    Store(StoreWork),
 }
 
 /// Parameters of one measurement.
@@ -109,7 +116,7 @@ impl Load {
     pub fn settings(&self) -> Settings {
         let each = match self.work {
             Work::AllocateAccess => self.rounds + self.warm_up(),
-            Work::Churn(_) | Work::Replay(_) => 0,
+            Work::Churn(_) | Work::Replay(_) | Work::Store(_) => 0,
             Work::Access { .. } | Work::AllocateFree | Work::Words => 1,
         };
         // Extra chunks, because some are pre-registered or are being freed.
@@ -117,6 +124,10 @@ impl Load {
         let donate_bytes = match self.work {
             Work::Churn(churn) => churn.donated(self.threads, self.memory_nodes),
             Work::Replay(replay) => replay.donated(self.threads),
+            Work::Store(work) => {
+                let each = work.chunks(self.rounds.into(), self.chunk_bytes);
+                (chunks + u64::from(self.threads) * each) * self.chunk_bytes
+            }
             _ => chunks * self.chunk_bytes,
         };
         let mut settings = Settings {
@@ -147,18 +158,23 @@ impl Load {
     /// Options of each connection.
     pub fn options(&self) -> Options {
         let groups = Some(self.threads_each() as u16);
-        Options { groups, send_blocks: SEND_BLOCKS, ..Options::default() }
+        let send_blocks = match self.work {
+            Work::Store(_) => STORE_SEND_BLOCKS,
+            _ => SEND_BLOCKS,
+        };
+        Options { groups, send_blocks, ..Options::default() }
     }
 }
 
 /// Runs the loop of one thread.
 ///
 /// # Errors
-/// Errors of the pool.
-pub fn run<T: Thread>(thread: &T, load: &Load, mut rng: Random) -> Result<Outcome, pool::Error> {
+/// Errors of the pool and of the store.
+pub fn run<T: Thread>(thread: &T, load: &Load, mut rng: Random) -> Result<Outcome, Error> {
     match &load.work {
-        Work::Churn(churn) => return churn::run(thread, load.rounds, churn, &mut rng),
-        Work::Replay(replay) => return traces::run(thread, replay, &mut rng),
+        Work::Churn(churn) => return Ok(churn::run(thread, load.rounds, churn, &mut rng)?),
+        Work::Replay(replay) => return Ok(traces::run(thread, replay, &mut rng)?),
+        Work::Store(work) => return store::run(thread, load.rounds, work, rng),
         _ => {}
     }
     let pool = thread.pool();
@@ -219,7 +235,9 @@ pub fn run<T: Thread>(thread: &T, load: &Load, mut rng: Random) -> Result<Outcom
                 outcome.allocate.record_ns(granted - start);
                 outcome.free.record_ns(thread.now_ns() - granted);
             }
-            Work::Churn(_) | Work::Replay(_) => unreachable!("their loops are run above"),
+            Work::Churn(_) | Work::Replay(_) | Work::Store(_) => {
+                unreachable!("their loops are run above")
+            }
         }
     }
     let elapsed_ns = (thread.now_ns() - begin).max(1);

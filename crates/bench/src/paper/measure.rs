@@ -7,6 +7,7 @@ use scheme::GroupId;
 use verbs::Nic;
 
 use super::barrier::BarrierMember;
+use super::store::StoreOutcome;
 use bench_report::histogram::Latencies;
 
 /// Measurements of one thread, or of all threads together.
@@ -26,6 +27,8 @@ pub struct Outcome {
     pub late: Latencies,
     /// Failed CASes of allocations, in schemes that count them.
     pub retries: Retries,
+    /// Measurements of key-value stores.
+    pub store: StoreOutcome,
 }
 
 /// Failed CASes of allocations.
@@ -85,6 +88,7 @@ impl Outcome {
         self.late.merge(&other.late);
         self.rate_per_s += other.rate_per_s;
         self.retries.join(&other.retries);
+        self.store.join(&other.store);
     }
 }
 
@@ -98,6 +102,8 @@ pub trait Thread {
     fn pool(&self) -> &Pool<Self::Nic> {
         &self.pools()[0]
     }
+    /// The thread's number, from 0.
+    fn index(&self) -> u32;
     /// The thread's QP group.
     fn group(&self) -> GroupId;
     /// The barrier of all threads of the measurement.

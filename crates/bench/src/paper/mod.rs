@@ -34,6 +34,7 @@ pub mod results;
 pub mod sams;
 pub mod scalability;
 pub mod simulated;
+pub mod store;
 pub mod swap;
 pub mod tdmem;
 pub mod testbed;

@@ -3,6 +3,7 @@
 use sim::Params;
 
 use super::experiment::{Experiment, Paper};
+use super::store::{scale, sizes};
 use super::{chain_queues, latency, picture, registration, scalability, swap};
 
 /// The paper.
@@ -12,7 +13,15 @@ pub static PAPER: Paper = Paper {
     cluster: "the paper's cluster (ConnectX-5, one memory node, up to 6 compute nodes) under \
               virtual time",
     params: Params::connectx5,
-    experiments: &[ALLOCATION, ACCESS, CHAIN_QUEUES, registration::EXPERIMENT, SCALABILITY],
+    experiments: &[
+        ALLOCATION,
+        ACCESS,
+        CHAIN_QUEUES,
+        registration::EXPERIMENT,
+        SCALABILITY,
+        sizes::EXPERIMENT,
+        scale::EXPERIMENT,
+    ],
     programs: &[swap::EXPERIMENT],
     note,
     measured: "This machine is not a cluster: a thread stands in for the memory node's NIC, and \

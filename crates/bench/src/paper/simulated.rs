@@ -49,6 +49,7 @@ impl SimulatedCluster {
 }
 
 struct SimThread {
+    index: u32,
     pools: Vec<Pool<SimNic>>,
     hooks: SimHooks,
     group: GroupId,
@@ -60,6 +61,10 @@ impl Thread for SimThread {
 
     fn pools(&self) -> &[Pool<SimNic>] {
         &self.pools
+    }
+
+    fn index(&self) -> u32 {
+        self.index
     }
 
     fn group(&self) -> GroupId {
@@ -109,6 +114,7 @@ impl Testbed for SimulatedCluster {
             let each = load.threads_each();
             let connections = &processes[(at / each) as usize];
             let thread = SimThread {
+                index: at,
                 pools: connections.iter().map(|process| process.pool.clone()).collect(),
                 hooks: connections[0].hooks.clone(),
                 group: GroupId((at % each) as u16),
@@ -130,7 +136,7 @@ impl Testbed for SimulatedCluster {
             return Err(Error::Node(why));
         }
         run?;
-        Ok(joined.replace(Ok(Outcome::default()))?)
+        joined.replace(Ok(Outcome::default()))
     }
 
     fn verbs(&self, sizes: &[u64], rounds: u32) -> Result<VerbTimes, Error> {

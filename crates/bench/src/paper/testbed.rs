@@ -58,6 +58,7 @@ impl<S: Fn(&Settings) -> Result<Box<dyn Node>, Error>> Machine<S> {
 }
 
 struct RealThread<'a> {
+    index: u32,
     pools: &'a [Pool],
     group: GroupId,
     member: BarrierMember,
@@ -69,6 +70,10 @@ impl Thread for RealThread<'_> {
 
     fn pools(&self) -> &[Pool] {
         self.pools
+    }
+
+    fn index(&self) -> u32 {
+        self.index
     }
 
     fn group(&self) -> GroupId {
@@ -129,7 +134,7 @@ impl<S: Fn(&Settings) -> Result<Box<dyn Node>, Error>> Testbed for Machine<S> {
                 let (barrier, each, seed) = (&barrier, load.threads_each(), self.seed);
                 let pools = &pools[(at / each) as usize];
                 let group = GroupId((at % each) as u16);
-                let thread = RealThread { pools, group, member, epoch };
+                let thread = RealThread { index: at, pools, group, member, epoch };
                 scope.spawn(move || {
                     barrier.wait();
                     load::run(&thread, load, Random::stream(seed, at))
@@ -140,7 +145,7 @@ impl<S: Fn(&Settings) -> Result<Box<dyn Node>, Error>> Testbed for Machine<S> {
             threads
                 .into_iter()
                 .map(|t| t.join().expect("a measured thread does not panic"))
-                .collect::<Result<Vec<Outcome>, pool::Error>>()
+                .collect::<Result<Vec<Outcome>, Error>>()
         })?;
         let mut joined = Outcome::default();
         outcomes.iter().for_each(|one| joined.join(one));

@@ -98,7 +98,9 @@ impl ControlPlane for SimControl {
                 return Some(Err(gone()));
             }
             core.last += 1;
+            let first_chunk = core.scheme.first_chunk();
             let admitted = core.scheme.admit(ClientId(core.last), &admission);
+            let admitted = admitted.map(|reply| ConnectReply { first_chunk, ..reply });
             if let Ok(admitted) = &admitted {
                 let client = ClientId(admitted.client);
                 let mut link = link.0.lock();
@@ -139,7 +141,13 @@ impl ControlPlane for SimControl {
         let node = self.call(|core| Some(core.scheme.status()))??;
         let settings = &self.node.settings;
         let donated_bytes = settings.chunks() * settings.chunk_bytes;
-        Ok(Status { node, donated_bytes, nic: "simulated".into(), ..Status::default() })
+        Ok(Status {
+            node,
+            donated_bytes,
+            nic: "simulated".into(),
+            control_cpu_ns: self.hooks.node_cpu().as_ns(),
+            ..Status::default()
+        })
     }
 
     fn audit(&self) -> Result<(), pool::Error> {

@@ -3,6 +3,7 @@
 mod access;
 mod alloc;
 mod fault;
+mod kv;
 mod paper;
 mod pingpong;
 mod policy;
@@ -31,6 +32,7 @@ pub enum Bench {
     Access(access::Access),
     Alloc(alloc::Alloc),
     Fault(fault::Fault),
+    Kv(kv::Kv),
     Paper(paper::Paper),
     Pingpong(pingpong::Pingpong),
     Policy(policy::Policy),
@@ -43,6 +45,7 @@ Examples:
   granary bench alloc --nic shm --clients 1,8   allocation by the NIC against RPC
   granary bench pingpong --nic roce             messages between two processes
   granary bench fault --json                    page faults, results as JSON lines
+  granary bench kv --nic inline                 a key-value store under YCSB's workloads
   granary bench policy *.trace                  replacement policies on fault traces
   granary bench seal --rounds 9                 encryption of pages against memcpy
   granary bench paper finemem                   a paper's numbers beside ours
@@ -56,6 +59,7 @@ impl Bench {
             Self::Access(access) => access.run(),
             Self::Alloc(alloc) => alloc.run(),
             Self::Fault(fault) => fault.run(),
+            Self::Kv(kv) => kv.run(),
             Self::Paper(paper) => paper.run(),
             Self::Pingpong(pingpong) => pingpong.run(),
             Self::Policy(policy) => policy.run(),
