@@ -62,18 +62,19 @@ pub trait Target {
     fn clear(&mut self, keys: u64, plan: &Plan) -> Result<(), Error>;
 }
 
-/// Runs workloads on a target without keys, one after the other. Keys that a workload needs are
-/// written before, and keys that must not be there are deleted before; neither is measured.
+/// Runs workloads on a target, one after the other. `there`: the keys of the target at first. Keys
+/// that a workload needs are written before it, and keys that must not be there are deleted before
+/// it; neither is measured.
 ///
 /// # Errors
 /// As [`Target::run`].
 pub fn run_all(
     target: &mut dyn Target,
     plans: &[Plan],
+    mut there: Keys,
     mut each: impl FnMut(usize, Outcome),
 ) -> Result<(), Error> {
-    let mut there = Keys::None;
-    let mut most = 0;
+    let mut most = if there == Keys::None { 0 } else { plans.first().map_or(0, |p| p.keys) };
     for (at, plan) in plans.iter().enumerate() {
         let needed = plan.workload.needs();
         // Keys that ycsb-d has added make the data larger than the next workload expects.
@@ -288,7 +289,7 @@ mod tests {
         let plan = |workload: &Workload| Plan::new(*workload, 10, 5, 1, 1);
         let plans: Vec<Plan> = workloads.iter().map(plan).collect();
         let mut target = Noted::default();
-        run_all(&mut target, &plans, |_, _| ()).unwrap();
+        run_all(&mut target, &plans, Keys::None, |_, _| ()).unwrap();
         target.0
     }
 

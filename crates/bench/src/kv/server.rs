@@ -352,7 +352,7 @@ mod tests {
     use std::process::{Child, Command, Stdio};
 
     use super::super::run_all;
-    use super::super::workload::Workload;
+    use super::super::workload::{Keys, Workload};
     use super::*;
 
     /// A server of another project. Ends with the value.
@@ -395,7 +395,7 @@ mod tests {
             Server { protocol, address: address.into(), connections: 5, depth, threads };
         let plan = |workload| Plan::new(workload, 300, 1000, 2000, 1);
         let plans: Vec<Plan> = Workload::ALL.into_iter().map(plan).collect();
-        run_all(&mut server, &plans, |at, outcome| {
+        run_all(&mut server, &plans, Keys::None, |at, outcome| {
             let workload = plans[at].workload;
             assert_eq!(outcome.operations, workload.operations(300, 1000), "{workload:?}");
             assert_eq!(outcome.misses, 0, "{workload:?}");

@@ -195,7 +195,7 @@ mod tests {
     use pool::{EmbeddedNode, schemes};
 
     use super::super::run_all;
-    use super::super::workload::Workload;
+    use super::super::workload::{Keys, Workload};
     use super::*;
 
     const KEYS: u64 = 4000;
@@ -215,7 +215,7 @@ mod tests {
             let plan = |workload| Plan::new(workload, KEYS, 500, 100, 1);
             let plans: Vec<Plan> = Workload::ALL.into_iter().map(plan).collect();
             let mut ran = 0;
-            run_all(&mut target, &plans, |at, outcome| {
+            run_all(&mut target, &plans, Keys::None, |at, outcome| {
                 let plan = &plans[at];
                 let expected = plan.workload.operations(KEYS, 500);
                 assert_eq!(outcome.operations, expected, "{:?}", plan.workload);
@@ -235,7 +235,7 @@ mod tests {
         {
             let mut target = target(CHUNK_BYTES, Shape { form, mirror }, 1);
             let plans = [Plan::new(Workload::ReadRandom, 200, 1000, 100, 1)];
-            run_all(&mut target, &plans, |_, outcome| {
+            run_all(&mut target, &plans, Keys::None, |_, outcome| {
                 let records = outcome.records(Workload::ReadRandom, &Setting::new());
                 let trips = records.iter().find(|r| r.metric == "round_trips").unwrap();
                 assert_eq!((trips.value, trips.statistic), (reads, Statistic::Mean), "{form:?}");
@@ -250,7 +250,7 @@ mod tests {
         let shape = Shape { form: Form::Fused, mirror: true };
         let mut target = target(4096, shape, 1);
         let plans = [Plan::new(Workload::DeleteRandom, KEYS, 0, 976, 1)];
-        run_all(&mut target, &plans, |_, outcome| {
+        run_all(&mut target, &plans, Keys::None, |_, outcome| {
             let memory = outcome.memory.unwrap();
             let payload_chunks = KEYS * 1024;
             let returned = (memory.held_before - memory.held_after) as f64 / payload_chunks as f64;

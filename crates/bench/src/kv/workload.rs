@@ -22,6 +22,8 @@ pub enum Workload {
     FillSync,
     /// Writes keys drawn at random, so that some keys are written several times and some never.
     FillRandom,
+    /// Writes keys that are there, drawn at random.
+    Overwrite,
     /// Reads keys drawn at random.
     ReadRandom,
     /// Deletes 90 % of the keys, in random order.
@@ -53,9 +55,10 @@ pub enum Keys {
 
 impl Workload {
     /// All workloads, in the order in which they run.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::FillSync,
         Self::FillRandom,
+        Self::Overwrite,
         Self::ReadRandom,
         Self::YcsbA,
         Self::YcsbB,
@@ -70,6 +73,7 @@ impl Workload {
         match self {
             Self::FillSync => "fillsync",
             Self::FillRandom => "fillrandom",
+            Self::Overwrite => "overwrite",
             Self::ReadRandom => "readrandom",
             Self::DeleteRandom => "deleterandom",
             Self::YcsbA => "ycsb-a",
@@ -119,7 +123,7 @@ impl Workload {
     fn mix(self) -> (u64, Kind) {
         match self {
             Self::FillSync => (0, Kind::Insert),
-            Self::FillRandom => (0, Kind::Update),
+            Self::FillRandom | Self::Overwrite => (0, Kind::Update),
             Self::ReadRandom | Self::YcsbC => (100, Kind::Read),
             Self::DeleteRandom => (0, Kind::Delete),
             Self::YcsbA => (50, Kind::Update),

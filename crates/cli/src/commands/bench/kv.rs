@@ -9,7 +9,7 @@ use anyhow::Context;
 use bench::kv::protocol::Protocol;
 use bench::kv::server::Server;
 use bench::kv::store::{self, Shape, StoreTarget};
-use bench::kv::workload::{Plan, Workload};
+use bench::kv::workload::{Keys, Plan, Workload};
 use bench::kv::{self, Outcome, Target};
 use bench_report::record::Setting;
 use pool::scheme::info::AccessKind;
@@ -30,15 +30,15 @@ use crate::options::{Donation, NicName, PoolAddress, TokenFile};
 /// keys that must not be there are deleted before it; neither is measured.
 ///
 /// Workloads: fillsync inserts each key once, in random order; fillrandom writes keys drawn at
-/// random; readrandom reads keys drawn at random; deleterandom deletes 90% of the keys. ycsb-a has
+/// random; overwrite writes keys that are there; readrandom reads keys drawn at random; deleterandom deletes 90% of the keys. ycsb-a has
 /// 50% updates, ycsb-b 5% updates, ycsb-c reads only; ycsb-d has 5% inserts and reads the newest
 /// keys; ycsb-f has 50% reads that are followed by a write. There is no ycsb-e: it scans ranges of
 /// keys, and a hash index keeps no order of keys.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Kv {
-    /// Workloads, separated by commas: fillsync, fillrandom, readrandom, ycsb-a, ycsb-b, ycsb-c,
-    /// ycsb-d, ycsb-f, deleterandom
+    /// Workloads, separated by commas: fillsync, fillrandom, overwrite, readrandom, ycsb-a, ycsb-b,
+    /// ycsb-c, ycsb-d, ycsb-f, deleterandom
     #[arg(long, value_name = "NAMES", value_delimiter = ',',
           default_values_t = Workload::ALL.map(Named))]
     workloads: Vec<Named>,
@@ -112,6 +112,11 @@ pub struct Kv {
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',', default_values_t = [1],
           value_parser = clap::value_parser!(u32).range(1..=PIPELINE_MAX))]
     pipeline: Vec<u32>,
+
+    /// The servers have the keys of these workloads already, from an earlier run with the same
+    /// --keys and --sizes
+    #[arg(long)]
+    loaded: bool,
 
     /// Rounds over which the measurements are interleaved
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
@@ -237,6 +242,7 @@ impl Kv {
         let mut report = self.output.begin()?;
         let steps = contenders.len() * self.workloads.len() * self.rounds as usize;
         let bar = self.output.progress().bar("kv", steps as u64);
+        let there = if self.loaded { Keys::All } else { Keys::None };
         let mut outcomes = vec![vec![Outcome::default(); self.workloads.len()]; contenders.len()];
         let mut settings = vec![Setting::new(); contenders.len()];
         for round in 0..self.rounds {
@@ -245,7 +251,7 @@ impl Kv {
                 let mut opened = self.open(contender)?;
                 let name = contender.name();
                 bar.say(&name);
-                kv::run_all(&mut *opened.target, &plans, |workload, outcome| {
+                kv::run_all(&mut *opened.target, &plans, there, |workload, outcome| {
                     outcomes[at][workload].merge(&outcome);
                     bar.step();
                 })
@@ -319,6 +325,10 @@ impl Kv {
                 let server = Server { protocol, address, connections, depth, threads };
                 systems.push(System::Server(server));
             }
+        }
+        if self.loaded && systems.iter().any(|system| !matches!(system, System::Server(_))) {
+            let why = "a store of this process is new; name servers with --resp or --memcached";
+            return Err(usage(format!("--loaded: {why}")));
         }
         let mut contenders = Vec::new();
         for system in &systems {
@@ -488,6 +498,7 @@ mod tests {
         assert!(parse(&["--workloads", "ycsb-z"]).unwrap_err().contains("fillsync"));
         assert!(parse(&["--schemes", "odrp"]).unwrap().contenders().is_err());
         assert!(parse(&["--chunk", "3000"]).unwrap().contenders().is_err());
+        assert!(parse(&["--loaded"]).unwrap().contenders().is_err());
         assert!(parse(&["--sizes", "1GiB"]).unwrap().contenders().is_err());
         assert!(parse(&["--keys", "0"]).is_err());
     }
