@@ -60,8 +60,8 @@ impl Server {
         let value: Vec<u8> = (0..plan.value_bytes).map(|at| at as u8).collect();
         let mut drivers = Vec::new();
         for lanes in lanes {
-            let connect = |requests| Ok(Connection::new(self.connect()?, requests));
-            drivers.push(lanes.into_iter().map(connect).collect::<Result<Vec<_>, Error>>()?);
+            let connect = |requests| Ok::<_, Error>(Connection::new(self.connect()?, requests));
+            drivers.push(lanes.into_iter().map(connect).collect::<Result<Vec<_>, _>>()?);
         }
         let barrier = &Barrier::new(drivers.len());
         let value = &value;

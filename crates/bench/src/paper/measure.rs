@@ -7,7 +7,6 @@ use scheme::GroupId;
 use verbs::Nic;
 
 use super::barrier::BarrierMember;
-use super::store::StoreOutcome;
 use bench_report::histogram::Latencies;
 
 /// Measurements of one thread, or of all threads together.
@@ -89,6 +88,44 @@ impl Outcome {
         self.rate_per_s += other.rate_per_s;
         self.retries.join(&other.retries);
         self.store.join(&other.store);
+    }
+}
+
+/// Measurements of the stores of a thread, or of all threads together.
+#[derive(Clone, Debug, Default)]
+pub struct StoreOutcome {
+    /// Latencies of inserts.
+    pub insert: Latencies,
+    /// Latencies of reads.
+    pub read: Latencies,
+    /// Bytes of chunks without the index, before the deletions.
+    pub held_bytes: u64,
+    /// Bytes of chunks given back after the deletions.
+    pub returned_bytes: u64,
+    /// Share of a core of the memory node's CPU during the measurement.
+    pub node_cpu_share: f64,
+}
+
+impl StoreOutcome {
+    /// Adds the measurements of a concurrent thread.
+    pub fn join(&mut self, other: &Self) {
+        self.insert.merge(&other.insert);
+        self.read.merge(&other.read);
+        self.held_bytes += other.held_bytes;
+        self.returned_bytes += other.returned_bytes;
+        self.node_cpu_share = self.node_cpu_share.max(other.node_cpu_share);
+    }
+
+    /// The 99th percentile of all requests in microseconds.
+    pub fn p99_us(&self) -> f64 {
+        let mut all = self.insert.clone();
+        all.merge(&self.read);
+        all.quantile_us(0.99)
+    }
+
+    /// Bytes given back over bytes held.
+    pub fn returned_ratio(&self) -> f64 {
+        self.returned_bytes as f64 / self.held_bytes.max(1) as f64
     }
 }
 

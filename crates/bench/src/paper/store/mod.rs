@@ -19,7 +19,7 @@ use super::load::{Load, Work};
 use super::results::Results;
 use crate::kv::workload::Workload;
 use bench_report::record::{Setting, Statistic, Unit};
-pub use work::{Cpu, StoreOutcome, StoreWork, run};
+pub use work::{Cpu, StoreWork, run};
 
 /// CPU time of the paper's compute nodes for a request, beside its verbs. The paper does not state
 /// the times. That of an insert is fitted to `rpcmw2.kv.insert.2k`, that of a read to

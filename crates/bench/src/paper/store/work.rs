@@ -20,8 +20,7 @@ use ::kv::{Form, SetOptions, Settings, Store};
 
 use crate::Error;
 use crate::kv::workload::{KEY_BYTES, Kind, Plan, Workload, key_bytes};
-use crate::paper::measure::{Outcome, Thread};
-use bench_report::histogram::Latencies;
+use crate::paper::measure::{Outcome, StoreOutcome, Thread};
 use units::Random;
 
 /// Calls of the background work without effect after which no chunk goes back any more: freed
@@ -64,44 +63,6 @@ impl StoreWork {
     }
 }
 
-/// Measurements of the stores of a thread, or of all threads together.
-#[derive(Clone, Debug, Default)]
-pub struct StoreOutcome {
-    /// Latencies of inserts.
-    pub insert: Latencies,
-    /// Latencies of reads.
-    pub read: Latencies,
-    /// Bytes of chunks without the index, before the deletions.
-    pub held_bytes: u64,
-    /// Bytes of chunks given back after the deletions.
-    pub returned_bytes: u64,
-    /// Share of a core of the memory node's CPU during the measurement.
-    pub node_cpu_share: f64,
-}
-
-impl StoreOutcome {
-    /// Adds the measurements of a concurrent thread.
-    pub fn join(&mut self, other: &Self) {
-        self.insert.merge(&other.insert);
-        self.read.merge(&other.read);
-        self.held_bytes += other.held_bytes;
-        self.returned_bytes += other.returned_bytes;
-        self.node_cpu_share = self.node_cpu_share.max(other.node_cpu_share);
-    }
-
-    /// The 99th percentile of all requests in microseconds.
-    pub fn p99_us(&self) -> f64 {
-        let mut all = self.insert.clone();
-        all.merge(&self.read);
-        all.quantile_us(0.99)
-    }
-
-    /// Bytes given back over bytes held.
-    pub fn returned_ratio(&self) -> f64 {
-        self.returned_bytes as f64 / self.held_bytes.max(1) as f64
-    }
-}
-
 /// Random numbers of a seed, and a time at which nothing expires.
 struct Seeded(AtomicU64);
 
@@ -132,8 +93,7 @@ pub fn run<T: Thread>(
     let value_bytes = (work.block_bytes as usize).saturating_sub(block::HEADER_BYTES + KEY_BYTES);
     let value = vec![0x5a; value_bytes];
     let set = |key: u64| {
-        let set = store.set(0, &key_bytes(key), &value, SetOptions::default());
-        thread.wait(set).map(drop)
+        thread.wait(store.set(0, &key_bytes(key), &value, SetOptions::default())).map(drop)
     };
     let operations = u64::from(operations);
     let (keys, loaded) = match work.workload {
@@ -142,7 +102,7 @@ pub fn run<T: Thread>(
         _ => (operations, 1),
     };
     let plan = Plan::new(work.workload, keys, operations, value_bytes, random.bits());
-    let mut lane = plan.lane(0, 1).peekable();
+    let mut lane = plan.lane(0, 1);
     match work.workload {
         Workload::Mixed => (0..loaded).try_for_each(set)?,
         _ => lane.next().map_or(Ok(()), |first| set(first.key))?,

@@ -68,7 +68,7 @@ pub struct Kv {
     token: TokenFile,
 
     /// Schemes of the stores, as in granary serve --scheme, separated by commas
-    #[arg(long, value_name = "SCHEMES", value_delimiter = ',',
+    #[arg(long, value_name = "SCHEMES", value_delimiter = ',', value_parser = schemes::find,
           default_values_t = [schemes::ONESIDEDMW])]
     schemes: Vec<Scheme>,
 
