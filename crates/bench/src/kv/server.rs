@@ -302,7 +302,7 @@ impl Driver<'_> {
             }
             for event in &events {
                 let event: &epoll::Event = event;
-                let at = event.data.u64() as usize;
+                let at = { event.data }.u64() as usize;
                 if self.turn(at, &mut outcome)? {
                     open -= 1;
                 }
