@@ -6,6 +6,7 @@ use super::experiment::{Experiment, Paper};
 use super::onesidedmw::{ACCESS, ALLOCATION, CHAIN_QUEUES, PAPER, SCALABILITY};
 use super::results::{ClaimSummary, Provenance, ResultRow, Results};
 use super::simulated::SimulatedCluster;
+use super::store::{scale, sizes};
 use super::testbed::{Machine, Node, Testbed, inline};
 use super::{Extent, Run, finemem, registration};
 use crate::Error;
@@ -88,6 +89,58 @@ fn rpc_rate_is_bound_by_the_memory_nodes_cores() {
     assert!(rate("rpc-mw-2", 96.0) < 1.2 * rate("rpc-mw-2", 24.0), "one core is saturated");
     assert!(rate("rpc-mw-2, 24 cores", 96.0) > 2.0 * rate("rpc-mw-2", 96.0));
     assert!(rate("onesidedmw", 96.0) > 2.0 * rate("rpc-mw-2", 96.0));
+}
+
+#[test]
+fn stores_over_small_chunks_are_fast_without_the_memory_nodes_cpu() {
+    let results = simulated(&PAPER, &sizes::EXPERIMENT);
+    let find = |metric: &str, statistic, scheme: &str, workload: &str, chunk: u64| {
+        let at = |s: &Setting| {
+            let is = |key: &str, value: &str| s.get(key).is_some_and(|x| x.to_string() == value);
+            is("scheme", scheme)
+                && is("workload", workload)
+                && s.number("chunk") == Some(chunk as f64)
+        };
+        results.find(metric, statistic, at).unwrap()
+    };
+    for workload in ["fillsync", "mixed"] {
+        let rate = |scheme, chunk| find("rate_per_s", Statistic::Mean, scheme, workload, chunk);
+        let ours = rate("onesidedmw", 2048);
+        assert!(ours > 1.5 * rate("rpc-mw-2", 2048), "{workload}: one core is saturated");
+        assert!(ours < rate("onesidedmw", 8192), "{workload}: half of the inserts allocate");
+        assert!(rate("onesidedmw", 8192) < rate("static-mr", 16 << 20), "{workload}");
+    }
+    let cpu = |scheme, chunk| find("node_cpu_ratio", Statistic::Mean, scheme, "fillsync", chunk);
+    assert!(cpu("onesidedmw", 2048) < 0.02 && cpu("rpc-mw-2", 2048) > 0.9);
+    let p99 = |scheme, chunk| find("latency_us", Statistic::P99, scheme, "fillsync", chunk);
+    assert!(p99("rpc-mw-2", 2048) > 2.0 * p99("onesidedmw", 2048));
+    // A chunk of n blocks is empty after 90 % of the keys are deleted with probability 0.9^n.
+    for (chunk, blocks) in [(2048, 2), (4096, 4), (8192, 8)] {
+        for scheme in ["onesidedmw", "rpc-mw-1", "rpc-mw-2"] {
+            let share = find("returned_ratio", Statistic::Mean, scheme, "fillsync", chunk);
+            let expected = 0.9_f64.powi(blocks);
+            assert!((share - expected).abs() < 0.03, "{scheme}, {chunk}: {share}, not {expected}");
+        }
+    }
+}
+
+#[test]
+fn stores_of_many_threads_are_bound_by_the_memory_nodes_core() {
+    let results = simulated(&PAPER, &scale::EXPERIMENT);
+    let find = |metric: &str, statistic, scheme: &str, chunk: u64, threads: f64| {
+        let at = |s: &Setting| {
+            s.get("scheme").is_some_and(|x| x.to_string() == scheme)
+                && s.number("chunk") == Some(chunk as f64)
+                && s.number("threads") == Some(threads)
+        };
+        results.find(metric, statistic, at).unwrap()
+    };
+    let rate = |scheme, threads| find("rate_per_s", Statistic::Mean, scheme, 4096, threads);
+    assert!(rate("rpc-mw-2", 288.0) < 1.2 * rate("rpc-mw-2", 24.0), "one core is saturated");
+    assert!(rate("onesidedmw", 288.0) > 4.0 * rate("rpc-mw-2", 288.0));
+    assert!(rate("rpc-mw-2, 24 cores", 288.0) > 2.0 * rate("rpc-mw-2", 288.0));
+    let p99 = |scheme| find("latency_us", Statistic::P99, scheme, 4096, 288.0);
+    assert!(p99("rpc-mw-2") > 5.0 * p99("onesidedmw"));
 }
 
 #[test]
