@@ -94,6 +94,26 @@ fn note(id: &str) -> Option<&'static str> {
             "Without separation our threads have 48 QPs with chains: an access QP and a Free QP \
              each. The paper does not state its number; 96 such QPs give 0.894."
         }
+        "osmw.kv.p99.added" => {
+            "An insert that allocates waits for our longer chain, and an insert that splits a \
+             subtable allocates several chunks."
+        }
+        "osmw.kv.over.rpcmw" => {
+            "The extreme is at the smallest chunks. Our type-1 and type-2 RPCs are equally fast, \
+             and the ratio follows from rpcmw2.kv.insert.2k."
+        }
+        "rpcmw.kv.p99.saturated" => {
+            "Only every second insert waits for the memory node's CPU at 2 KiB, so that its queue \
+             has fewer than 24 requests."
+        }
+        "rpcmw.scale.4k" | "osmw.scale.over.rpcmw" => {
+            "The model's peak of Static-MR is below the paper's: one NIC unit executes the CASes \
+             of all inserts."
+        }
+        "osmw.scale.p99.lower" => {
+            "With 288 threads an allocation waits for the NIC's units, which our longer chain \
+             holds longer."
+        }
         _ => return None,
     })
 }
