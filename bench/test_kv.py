@@ -3,9 +3,10 @@
 import argparse
 import contextlib
 import io
+import os
 import socket
-import subprocess
 import sys
+import tempfile
 import threading
 import unittest
 
@@ -118,11 +119,16 @@ class TestProcesses(unittest.TestCase):
                 kv.info(port)
             thread.join()
 
-    def test_a_clients_message_is_the_reason(self):
-        one = bench(granary="sh")
+    def test_a_clients_last_line_is_the_reason(self):
         running = kv.Running(None, 1, kv.RESP)
-        with self.assertRaises(kv.Failed):
-            one.client(running, "readrandom", 1, 10, True)
+        with self.assertRaisesRegex(kv.Failed, "exit code 1"):
+            bench(granary="false").client(running, "readrandom", 1, 10, True)
+        with tempfile.TemporaryDirectory() as directory:
+            path = os.path.join(directory, "client")
+            with open(os.open(path, os.O_CREAT | os.O_WRONLY, 0o700), "w") as file:
+                file.write("#!/bin/sh\necho first >&2; echo the server refuses >&2; exit 2\n")
+            with self.assertRaisesRegex(kv.Failed, "^the server refuses$"):
+                bench(granary=path).client(running, "readrandom", 1, 10, True)
 
 
 class TestTables(unittest.TestCase):
