@@ -17,6 +17,7 @@ use ::kv::environment::Environment;
 use ::kv::layout::block;
 use ::kv::pooled::PoolMemory;
 use ::kv::{Form, SetOptions, Settings, Store};
+use heap::SLAB_BYTES_MAX;
 
 use crate::Error;
 use crate::kv::workload::{KEY_BYTES, Kind, Plan, Workload, key_bytes};
@@ -26,6 +27,8 @@ use units::Random;
 /// Calls of the background work without effect after which no chunk goes back any more: freed
 /// blocks wait for two epochs.
 const IDLE_TENDS: u32 = 4;
+/// Most size classes of a store beside that of its blocks.
+const CLASSES: u64 = 16;
 /// Keys of the mix before the measurement.
 const LOADED: u64 = 16;
 
@@ -58,8 +61,9 @@ impl StoreWork {
         let values = (operations + LOADED).div_ceil(each);
         // Subtables of at most 16 KiB hold over 1,000 keys, and a split needs two of them at once.
         let index_bytes = 5 * (16 << 10) * operations.div_ceil(1000);
-        // Root, journal, directory and subtables have size classes of their own.
-        values + index_bytes.div_ceil(chunk_bytes) + 16
+        // Root, journal, directory and subtables have size classes, and so slabs, of their own.
+        let slabs = (chunk_bytes / SLAB_BYTES_MAX).max(1);
+        values + index_bytes.div_ceil(chunk_bytes) + CLASSES.div_ceil(slabs)
     }
 }
 
