@@ -237,7 +237,7 @@ impl Plan {
             zipf: self.zipf.clone(),
             // Insertions and deletions have different orders, so that the deleted keys are a
             // random part of any keys that were inserted one after the other.
-            order: Permutation::new(self.keys, self.seed ^ (self.workload as u64) << 32),
+            order: Permutation::new(self.keys, self.seed ^ ((self.workload as u64) << 32)),
             random: Random::stream(self.seed ^ (self.workload as u64), lane as u32),
             lane,
             lanes,

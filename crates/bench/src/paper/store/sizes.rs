@@ -52,7 +52,7 @@ const CHUNKS: &[u64] = &[512, 1 << 10, 2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 <
 const CHUNKS_QUICK: &[u64] = &[2 << 10, 4 << 10, 8 << 10, 32 << 10];
 /// The schemes beside Static-MR.
 const FINE: &[Contender] = &[ONESIDEDMW, RPC_MW_1, RPC_MW_2];
-/// The workloads, with the sizes of their blocks.
+/// The workloads.
 const WORKLOADS: [Workload; 2] = [Workload::FillSync, Workload::Mixed];
 
 /// Blocks of a workload: the paper states numbers of the mix for 1 KiB only.
