@@ -384,7 +384,7 @@ impl Kv {
                 let (keys, operations) = (self.keys, self.operations());
                 let keys_max = |Named(workload): &Named| workload.keys_max(keys, operations);
                 let keys_max = self.workloads.iter().map(keys_max).max().unwrap_or(keys);
-                let settings = store::settings(*scheme, self.chunk.bytes(), keys_max, *value_bytes);
+                let settings = store::settings(scheme, self.chunk.bytes(), keys_max, *value_bytes);
                 let options = store::options(*threads);
                 let (pool, node) = match nic {
                     NicName::Inline => {
