@@ -58,6 +58,7 @@ pub mod ledger;
 pub mod mapping;
 pub mod memory;
 pub mod metrics;
+pub mod dbg;
 mod node_sockets;
 pub mod page_table;
 mod pager;

@@ -179,6 +179,8 @@ impl Shelf {
     pub fn set(&mut self, position: Position, new: Use) {
         let index = position.0;
         let old = std::mem::replace(&mut self.uses[index as usize], new);
+        let code = |u: Use| match u { Use::Empty => 0u64, Use::Blank => 1, Use::Reserved { filled: false } => 2, Use::Reserved { filled: true } => 3, Use::Fetching(f, e) => 4 | (f.0 as u64) << 8 | (e as u64) << 16, Use::Clean => 5, Use::Dirty => 6, Use::Writing(f, e) => 7 | (f.0 as u64) << 8 | (e as u64) << 16 };
+        crate::dbg::log(self.uses.as_ptr() as usize, 1, index, 1, code(old) << 32 | code(new) | (self.records[index as usize].page.0 as u64) << 48);
         match old {
             Use::Empty => self.empty.set(index, false),
             Use::Blank => self.blank.set(index, false),

@@ -169,6 +169,7 @@ impl LinuxMemory {
             way,
             why_copying,
         };
+        crate::dbg::log(memory.shelf, 2, 0, 0, 0);
         if way == Way::Move {
             // SAFETY: the shelf was just mapped.
             unsafe { memory.uffd.register_target(memory.shelf, len).map_err(system)? };
@@ -265,6 +266,8 @@ impl LinuxMemory {
             let (source, target) = (first + bytes(at), to + bytes(at));
             // SAFETY: the caller owns the pages and the positions.
             let moved = unsafe { self.uffd.move_pages(target, source, bytes(count), TAKE_OUT) };
+            let ppos = (target - self.shelf) / PAGE_BYTES;
+            crate::dbg::log(self.shelf, 10, ppos as u32, count, match &moved { Ok(m) => *m as u64 | (source as u64) << 16, Err(e) => (1 << 63) | e.raw_os_error().unwrap_or(0) as u64 });
             let error = match moved {
                 Ok(moved) => return Step::Done(pages_of(moved)),
                 Err(error) => error,
@@ -280,7 +283,15 @@ impl LinuxMemory {
                     self.copy_out(source, target, part, &mut tries)
                 }),
                 // The content of a position that is not empty would be lost.
-                Some(libc::EEXIST) => fatal(WHAT, &error),
+                Some(libc::EEXIST) => {
+                    let mut entries = vec![0u64; count as usize + 1];
+                    use std::os::unix::fs::FileExt;
+                    let pm = std::fs::File::open("/proc/self/pagemap").unwrap();
+                    let sl = unsafe { std::slice::from_raw_parts_mut(entries.as_mut_ptr().cast::<u8>(), entries.len() * 8) };
+                    let _ = pm.read_exact_at(sl, (target / PAGE_BYTES * 8) as u64);
+                    crate::dbg::dump(&format!("EEXIST shelf {:x} pos {} count {} at {} pages {} source {:x} target {:x} guard {:x} pagemap {:x?}", self.shelf, (target - self.shelf) / PAGE_BYTES, count, at, pages, source, target, self.guard(), entries));
+                    fatal(WHAT, &error)
+                }
                 _ => self.refused(WHAT, &error, count, &mut tries),
             }
         })
@@ -292,6 +303,8 @@ impl LinuxMemory {
             let (source, target) = (from + bytes(at), first + bytes(at));
             // SAFETY: the caller owns the pages and the positions.
             let moved = unsafe { self.uffd.move_pages(target, source, bytes(count), PUT_IN) };
+            let ppos = (source - self.shelf) / PAGE_BYTES;
+            crate::dbg::log(self.shelf, 11, ppos as u32, count, match &moved { Ok(m) => *m as u64 | (target as u64) << 16, Err(e) => (1 << 63) | e.raw_os_error().unwrap_or(0) as u64 });
             let error = match moved {
                 Ok(moved) => return Step::Done(pages_of(moved)),
                 Err(error) => error,
@@ -339,6 +352,7 @@ impl LinuxMemory {
     /// Takes out pages by copying them, at most [`LinuxMemory::slack_pages`].
     fn copy_out(&self, source: usize, target: usize, count: u32, tries: &mut u32) -> Step {
         let len = bytes(count);
+        crate::dbg::log(self.shelf, 12, ((target - self.shelf) / PAGE_BYTES) as u32, count, source as u64);
         // SAFETY: the caller owns the pages.
         if let Err(error) = unsafe { self.uffd.protect(source, len) } {
             return self.refused("write-protect pages", &error, count, tries);
@@ -366,6 +380,7 @@ impl LinuxMemory {
 
     /// Puts in pages by copying them.
     fn copy_in(&self, source: usize, target: usize, count: u32, tries: &mut u32) -> Step {
+        crate::dbg::log(self.shelf, 13, ((source - self.shelf) / PAGE_BYTES) as u32, count, target as u64);
         // SAFETY: the caller owns the pages and the positions.
         match unsafe { self.uffd.copy(target, source, bytes(count), false) } {
             Ok(copied) => {
@@ -415,6 +430,7 @@ impl LinuxMemory {
     /// Gives memory of their own to pages of the shelf.
     fn populate_pages(&self, start: usize, len: usize) {
         const MADV_POPULATE_WRITE: i32 = 23;
+        crate::dbg::log(self.shelf, 14, ((start - self.shelf) / PAGE_BYTES) as u32, (len / PAGE_BYTES) as u32, 0);
         // SAFETY: changes no content.
         if unsafe { sys::madvise(start, len, MADV_POPULATE_WRITE) }.is_err() {
             // Linux before 5.14 does not know the advice.
@@ -423,6 +439,7 @@ impl LinuxMemory {
     }
 
     fn discard_pages(&self, start: usize, len: usize) {
+        crate::dbg::log(self.shelf, 15, ((start - self.shelf) / PAGE_BYTES) as u32, (len / PAGE_BYTES) as u32, 0);
         // SAFETY: pages of the shelf, whose content the caller has done with.
         if let Err(error) = unsafe { sys::madvise(start, len, libc::MADV_DONTNEED) } {
             fatal("free pages of the shelf", &error);
@@ -511,6 +528,7 @@ impl Memory for LinuxMemory {
     }
 
     fn position(&self, position: Position) -> *mut u8 {
+        crate::dbg::log(self.shelf, 16, position.0, 1, 0);
         self.position_address(position) as *mut u8
     }
 
