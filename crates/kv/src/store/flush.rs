@@ -80,15 +80,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
 
     /// Retires a subtable that no directory names, with the blocks of its keys.
     async fn retire_table(&self, trip: &Trip<'_>, table: &Arc<Table>) -> Result<(), Error> {
-        let mirrored = table.local.lock().mirror.as_ref().map(|mirror| mirror.slots.clone());
-        let slots = match mirrored {
-            Some(slots) => slots,
-            None => {
-                let mut bytes = self.buffers.take();
-                self.read_groups(trip, &table.spot, &mut bytes).await?;
-                super::image::slots_of(&bytes)
-            }
-        };
+        let slots = self.slots(trip, table).await?;
         let mut buffer = self.buffers.take();
         for word in slots.iter().filter_map(|word| Slot::parse(*word)) {
             let mut parts: Vec<(Place, u32)> = Vec::new();

@@ -9,7 +9,6 @@ use std::sync::atomic::Ordering;
 
 use super::Store;
 use super::access::Steps;
-use super::image::slots_of;
 use super::trips::Operation;
 use crate::blocks::Blocks;
 use crate::environment::Environment;
@@ -50,21 +49,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let trip = self.trip(Operation::Maintain);
         let _closed = table.gate.close().await;
         self.check()?;
-        let mirrored = {
-            let local = table.local.lock();
-            if local.gone {
-                return Ok(0);
-            }
-            local.mirror.as_ref().map(|mirror| mirror.slots.clone())
-        };
-        let slots = match mirrored {
-            Some(slots) => slots,
-            None => {
-                let mut bytes = self.buffers.take();
-                self.read_groups(&trip, &table.spot, &mut bytes).await?;
-                slots_of(&bytes)
-            }
-        };
+        if table.local.lock().gone {
+            return Ok(0);
+        }
+        let slots = self.slots(&trip, table).await?;
         let words = slots.iter().enumerate();
         let gone: Vec<(usize, Slot)> = words
             .filter_map(|(slot, word)| Some((slot, Slot::parse(*word)?)))

@@ -138,6 +138,16 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         self.commit(trip, &mut steps).await
     }
 
+    /// The slots of a subtable that no writer changes: those of the mirror, or read.
+    pub(super) async fn slots(&self, trip: &Trip<'_>, table: &Table) -> Result<Box<[u64]>, Error> {
+        if let Some(mirror) = &table.local.lock().mirror {
+            return Ok(mirror.slots.clone());
+        }
+        let mut bytes = self.buffers.take();
+        self.read_groups(trip, &table.spot, &mut bytes).await?;
+        Ok(slots_of(&bytes))
+    }
+
     /// Reads the groups of a subtable into `bytes`.
     pub(super) async fn read_groups(
         &self,

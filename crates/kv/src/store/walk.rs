@@ -1,7 +1,6 @@
 //! Reads whole subtables while no writer is inside, for images of the store at one time.
 
 use super::Store;
-use super::image::slots_of;
 use super::trips::Operation;
 use crate::blocks::Blocks;
 use crate::environment::Environment;
@@ -46,22 +45,15 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
                 return Ok(());
             };
             let closed = table.gate.close().await;
-            let (word, mirrored) = {
+            let word = {
                 let local = table.local.lock();
                 if !local.covers(from) {
                     continue;
                 }
-                (local.word, local.mirror.as_ref().map(|mirror| mirror.slots.clone()))
+                local.word
             };
             let _pin = self.blocks.pin();
-            let slots = match mirrored {
-                Some(slots) => slots,
-                None => {
-                    let mut bytes = self.buffers.take();
-                    self.read_groups(&trip, &table.spot, &mut bytes).await?;
-                    slots_of(&bytes)
-                }
-            };
+            let slots = self.slots(&trip, &table).await?;
             let mut buffer = self.buffers.take();
             let mut value = self.buffers.take();
             let words = slots.iter().filter_map(|word| Slot::parse(*word));
