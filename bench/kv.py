@@ -46,7 +46,7 @@ from dataclasses import dataclass, field
 
 # Imports leave no __pycache__ in the repository.
 sys.dont_write_bytecode = True
-from report import build, granary_path, processor, show_progress, spread
+from report import build, granary_path, parse_names, processor, show_progress, spread
 
 RESP, MEMCACHED = "resp", "memcached"
 REDIS = "redis"
@@ -382,12 +382,7 @@ def misses(records):
 # --- command line -------------------------------------------------------------------------------
 
 
-def parse_systems(text):
-    names = text.split(",")
-    for name in names:
-        if name not in SYSTEMS:
-            raise argparse.ArgumentTypeError(f"no {name!r}; choose from {', '.join(SYSTEMS)}")
-    return [name for name in SYSTEMS if name in names]
+parse_systems = parse_names(SYSTEMS)
 
 
 def parse_numbers(text):

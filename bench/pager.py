@@ -48,7 +48,8 @@ import time
 from dataclasses import dataclass, field
 
 import swap
-from report import ROOT, build, digits, granary_path, processor, show_progress, spread
+from report import (ROOT, build, digits, granary_path, parse_names, processor, show_progress,
+                    spread)
 
 # In the order in which they run. The first ones touch pages in address order.
 PATTERNS = ["sequential-read", "sequential-write", "sequential-modify", "stride-3", "backwards", "first-touch",
@@ -92,18 +93,6 @@ def parse_size(text):
     if size <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 256MiB")
     return size
-
-
-def parse_names(known):
-    """A parser of a list of names, which keeps the order of `known`."""
-    def parse(text):
-        names = text.split(",")
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"no {name!r}; choose from {', '.join(known)}")
-        return [name for name in known if name in names]
-
-    return parse
 
 
 # --- processes ----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Functions that the parts of `bench/peers` share: the build of granary, progress, numbers in tables."""
 
+import argparse
 import json
 import os
 import statistics
@@ -69,3 +70,15 @@ def processor():
     virtual = any(line.startswith("flags") and " hypervisor" in line for line in lines)
     kind = "virtual machine" if virtual else "machine"
     return f"{len(os.sched_getaffinity(0))} cores of {model} ({kind})"
+
+
+def parse_names(known):
+    """A parser of a list of names, which keeps the order of `known`."""
+    def parse(text):
+        names = text.split(",")
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"no {name!r}; choose from {', '.join(known)}")
+        return [name for name in known if name in names]
+
+    return parse
