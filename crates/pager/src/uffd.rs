@@ -13,6 +13,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use crate::Error;
+use crate::sys::{self, PAGE_BYTES};
 
 /// API version and feature bits: write-protection, fork events, and thread ids in fault messages.
 const API: u64 = 0xAA;
@@ -217,6 +218,10 @@ impl Uffd {
     /// Moves the pages at `source` to `target`, where pages are missing. Returns the bytes that
     /// were moved: fewer than `len` if a later page cannot be moved.
     ///
+    /// Linux 6.18 may move pages and report EEXIST: if it must retry the first page of a step, for
+    /// example because it is compacting memory, it takes its own success for another failure, and
+    /// then finds the target present. The pages that have left the source count as moved.
+    ///
     /// # Errors
     /// They concern the first page. `EEXIST`: a page is present at the target. `ENOENT`: the source
     /// is missing (not with `holes`), or a range is not mapped. `EBUSY`: the page is pinned by a
@@ -241,6 +246,17 @@ impl Uffd {
             Ok(()) => Ok(len as usize),
             // For a partial move the kernel returns EAGAIN and the number of bytes moved.
             Err(_) if argument.moved > 0 => Ok(argument.moved as usize),
+            Err(error) if error.raw_os_error() == Some(libc::EEXIST) => {
+                match moved_unreported(target, source, len as usize) {
+                    0 => Err(error),
+                    moved => {
+                        if options.wake {
+                            self.wake(target, moved)?;
+                        }
+                        Ok(moved)
+                    }
+                }
+            }
             Err(error) => Err(error),
         }
     }
@@ -389,11 +405,18 @@ impl AsRawFd for Uffd {
     }
 }
 
+/// Returns the bytes of the first pages that are missing at `source` and present at `target`, where
+/// they were missing before the move.
+fn moved_unreported(target: usize, source: usize, len: usize) -> usize {
+    let is_moved = |at: &usize| sys::is_present(target + at) && !sys::is_present(source + at);
+    (0..len).step_by(PAGE_BYTES).take_while(is_moved).count() * PAGE_BYTES
+}
+
 fn decode(message: &RawMessage) -> Event {
     let [flags, address, thread] = message.argument;
     match message.event {
         EVENT_PAGEFAULT => Event::Fault(Fault {
-            address: address as usize & !(crate::sys::PAGE_BYTES - 1),
+            address: address as usize & !(PAGE_BYTES - 1),
             write: flags & FLAG_WRITE != 0,
             write_protected: flags & FLAG_WP != 0,
             thread: thread as u32,

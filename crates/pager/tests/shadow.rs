@@ -134,6 +134,31 @@ fn threads_read_back_their_writes_with_a_full_pool() {
     wait_for_chunks(&pager, 0);
 }
 
+/// While the kernel compacts memory, its moves of pages meet pages in migration. Linux 6.18 then
+/// reports pages that it has moved as an error.
+#[test]
+fn threads_read_back_their_writes_while_the_kernel_compacts_memory() {
+    const COMPACT: &str = "/proc/sys/vm/compact_memory";
+    if let Err(error) = std::fs::write(COMPACT, "1") {
+        eprintln!("not tested: cannot write {COMPACT}: {error}");
+        return;
+    }
+    let pager = pager("memory:1GiB");
+    let done = Arc::new(AtomicBool::new(false));
+    let compacting = std::thread::spawn({
+        let done = done.clone();
+        move || {
+            while !done.load(Ordering::Acquire) {
+                std::fs::write(COMPACT, "1").unwrap();
+            }
+        }
+    });
+    three_threads(&pager);
+    done.store(true, Ordering::Release);
+    compacting.join().unwrap();
+    wait_for_no_pages(&pager);
+}
+
 /// Read-ahead of the pages below fills pages of the target during `mremap`.
 #[test]
 fn mapping_moves_while_read_ahead_fills_its_target() {

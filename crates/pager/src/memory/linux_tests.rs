@@ -162,6 +162,33 @@ fn stray_zeros_at_positions_are_no_obstacle() {
     });
 }
 
+/// Linux 6.18 moves pages and reports EEXIST if it has to retry (see [`Uffd::move_pages`]). The
+/// test makes the same moves before the call.
+#[test]
+fn pages_that_the_kernel_moved_before_an_error_count() {
+    let _forks = FORKS.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let Some(f) = moving(Features::default()) else { return };
+    let moved = |target, source, pages| {
+        // SAFETY: pages and positions of the test.
+        let moved = unsafe { f.memory.uffd.move_pages(target, source, bytes(pages), RELOCATE) };
+        assert_eq!(moved.unwrap(), bytes(pages));
+    };
+    let position = |at: u32| f.memory.position_address(Position(at));
+    f.fill(1, 8);
+    moved(position(5), f.address(1), 3);
+    assert_eq!(f.take_out(1, 5, 8), done(8));
+    assert!((0..8).all(|index| f.position(5 + index) == 1 + index as u8));
+
+    moved(f.address(1), position(5), 3);
+    assert_eq!(f.put_in(5, 1, 8), done(8));
+    assert!((1..9).all(|page| f.page(page) == Some(page as u8)));
+    assert_eq!(f.present_positions(5, 8), 0);
+
+    moved(f.address(11), f.address(1), 1);
+    assert!(f.memory.relocate(PageId(1), PageId(11)));
+    assert_eq!([f.page(1), f.page(11)], [None, Some(1)]);
+}
+
 #[test]
 fn page_dropped_by_the_program_becomes_zeros() {
     in_both_ways(|f| {

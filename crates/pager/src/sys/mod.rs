@@ -189,6 +189,16 @@ pub unsafe fn madvise(addr: usize, len: usize, advice: i32) -> io::Result<()> {
     unsafe { call(libc::SYS_madvise, [addr, len, advice as usize, 0, 0, 0]) }.map(drop)
 }
 
+/// Returns true if the page of anonymous memory at `addr` has memory, by `mincore(2)`. Does not
+/// wait for a page.
+pub fn is_present(addr: usize) -> bool {
+    let mut found = 0u8;
+    let argument = &raw mut found as usize;
+    // SAFETY: the kernel writes one byte for one page.
+    let asked = unsafe { call(libc::SYS_mincore, [addr, PAGE_BYTES, argument, 0, 0, 0]) };
+    asked.is_ok() && found & 1 == 1
+}
+
 /// Writes `text` and a newline to the program's standard error, without a lock, an allocation or
 /// stdio.
 pub fn say(text: &str) {
