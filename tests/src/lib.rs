@@ -5,6 +5,7 @@ pub mod control;
 pub mod guest;
 pub mod hosts;
 pub mod impaired_link;
+pub mod kv;
 pub mod needs;
 pub mod node;
 pub mod pager;

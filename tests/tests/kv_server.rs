@@ -1,86 +1,15 @@
 //! `granary kv` as a process, with raw connections and the clients of Redis.
 
-use std::io::{BufRead, BufReader, Write};
-use std::net::{TcpListener, TcpStream};
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, Command};
-use std::time::Duration;
+use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
+use granary_tests::kv::{Connection, PATIENCE, Server};
 use granary_tests::needs::skip;
-use granary_tests::node::{MemoryNode, granary, start_and_wait_ready};
+use granary_tests::node::{MemoryNode, granary};
 use granary_tests::scrape::{Page, address_of, names_in_docs};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use serde_json::Value;
-
-/// A test fails if a reply takes longer.
-const PATIENCE: Duration = Duration::from_secs(60);
-
-/// A running `granary kv`; dropping the value ends the process.
-struct Server {
-    child: Child,
-    ready: Value,
-    port: u16,
-}
-
-impl Server {
-    fn start(arguments: &[&str]) -> Result<Self> {
-        Self::start_by(Command::new(granary()), arguments)
-    }
-
-    fn start_by(mut command: Command, arguments: &[&str]) -> Result<Self> {
-        let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
-        let port_text = port.to_string();
-        command.args(["kv", "--json", "--bind", "127.0.0.1", "--port", &port_text]);
-        if !arguments.contains(&"--pool") {
-            command.args(["--memory", "64MiB"]);
-        }
-        let (child, ready) = start_and_wait_ready(command.args(arguments))?;
-        Ok(Self { child, ready, port })
-    }
-
-    fn connect(&self) -> Result<Connection> {
-        let stream = TcpStream::connect(("127.0.0.1", self.port))?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        Ok(Connection(BufReader::new(stream)))
-    }
-
-    /// The output of a program that gets the port.
-    fn run(&self, program: &str, arguments: &[&str]) -> Result<String> {
-        let port = self.port.to_string();
-        let out = Command::new(program).args(["-p", &port]).args(arguments).output()?;
-        ensure!(out.status.success(), "{program}: {}", String::from_utf8_lossy(&out.stderr));
-        Ok(String::from_utf8(out.stdout)?)
-    }
-
-    fn signal(&self, signal: Signal) -> Result<()> {
-        let pid = Pid::from_raw(self.child.id() as i32).context("no process id")?;
-        Ok(kill_process(pid, signal)?)
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-struct Connection(BufReader<TcpStream>);
-
-impl Connection {
-    fn line(&mut self) -> Result<String> {
-        let mut line = String::new();
-        self.0.read_line(&mut line)?;
-        Ok(line.trim_end().to_owned())
-    }
-
-    /// Sends an inline command, and reads the first line of its reply.
-    fn ask(&mut self, command: &str) -> Result<String> {
-        self.0.get_mut().write_all(format!("{command}\r\n").as_bytes())?;
-        self.line()
-    }
-}
 
 #[test]
 fn server_tells_its_addresses_and_what_survives() -> Result<()> {

@@ -1,0 +1,90 @@
+//! `granary kv` as a process, and raw connections to it.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::{Child, Command};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::node::{granary, start_and_wait_ready};
+
+/// A test fails if a reply takes longer.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A running `granary kv`; dropping the value ends the process.
+pub struct Server {
+    /// The process.
+    pub child: Child,
+    /// The line that the server prints when it is ready.
+    pub ready: Value,
+    /// The TCP port.
+    pub port: u16,
+}
+
+impl Server {
+    /// Starts a server on a free port of 127.0.0.1, with 64 MiB of its own unless a pool is named.
+    pub fn start(arguments: &[&str]) -> Result<Self> {
+        Self::start_by(Command::new(granary()), arguments)
+    }
+
+    /// As [`Server::start`], by a command that ends with the path of `granary`.
+    pub fn start_by(mut command: Command, arguments: &[&str]) -> Result<Self> {
+        let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+        let port_text = port.to_string();
+        command.args(["kv", "--json", "--bind", "127.0.0.1", "--port", &port_text]);
+        if !arguments.contains(&"--pool") {
+            command.args(["--memory", "64MiB"]);
+        }
+        let (child, ready) = start_and_wait_ready(command.args(arguments))?;
+        Ok(Self { child, ready, port })
+    }
+
+    /// Opens a connection.
+    pub fn connect(&self) -> Result<Connection> {
+        let stream = TcpStream::connect(("127.0.0.1", self.port))?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        Ok(Connection(BufReader::new(stream)))
+    }
+
+    /// Returns the output of a program that gets the port as `-p PORT`.
+    pub fn run(&self, program: &str, arguments: &[&str]) -> Result<String> {
+        let port = self.port.to_string();
+        let out = Command::new(program).args(["-p", &port]).args(arguments).output()?;
+        ensure!(out.status.success(), "{program}: {}", String::from_utf8_lossy(&out.stderr));
+        Ok(String::from_utf8(out.stdout)?)
+    }
+
+    /// Sends a signal to the process.
+    pub fn signal(&self, signal: Signal) -> Result<()> {
+        let pid = Pid::from_raw(self.child.id() as i32).context("no process id")?;
+        Ok(kill_process(pid, signal)?)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A raw connection to a server.
+pub struct Connection(BufReader<TcpStream>);
+
+impl Connection {
+    /// Reads a line, without its end.
+    pub fn line(&mut self) -> Result<String> {
+        let mut line = String::new();
+        self.0.read_line(&mut line)?;
+        Ok(line.trim_end().to_owned())
+    }
+
+    /// Sends an inline command, and reads the first line of its reply.
+    pub fn ask(&mut self, command: &str) -> Result<String> {
+        self.0.get_mut().write_all(format!("{command}\r\n").as_bytes())?;
+        self.line()
+    }
+}
