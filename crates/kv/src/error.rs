@@ -49,6 +49,32 @@ pub enum Error {
     /// The value is too long.
     #[error("writing a value of {0} bytes: at most 512 MiB are possible; split the value")]
     ValueTooLong(usize),
+    /// The value does not fit one block of a shared store.
+    #[error(
+        "writing a value of {bytes} bytes: at most {most} bytes fit a slab beside this key in mode \
+         `shared`; split the value or use larger chunks"
+    )]
+    ValueBeyondSlab {
+        /// Bytes of the value.
+        bytes: usize,
+        /// The maximum.
+        most: usize,
+    },
+    /// An operation of a shared store has waited for other clients too long.
+    #[error(
+        "using a shared store: another client blocks the key's subtable; if that client has \
+         crashed during a split with a plain lock, use leases"
+    )]
+    Contended,
+    /// Unlinked blocks fill the memory, because a client does not pass their epoch.
+    #[error(
+        "splitting a subtable: {0} bytes of unlinked blocks wait for the epochs of other clients; \
+         strike clients that have left, and let idle clients tick"
+    )]
+    HeldBack(u64),
+    /// The block of epochs has no line left.
+    #[error("opening a shared store: all {0} clients are there; let one leave or strike one")]
+    TooManyClients(usize),
     /// The directory cannot grow.
     #[error(
         "inserting a key: the directory has its maximum depth; use larger chunks or more partitions"

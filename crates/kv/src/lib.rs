@@ -44,6 +44,7 @@
 #![forbid(unsafe_code)]
 
 pub mod blocks;
+pub mod check;
 pub mod environment;
 mod error;
 mod gate;
@@ -54,10 +55,12 @@ pub mod place;
 pub mod pooled;
 pub mod reach;
 mod search;
+mod shared;
 mod store;
 mod table;
 mod ticket;
 mod uses;
 
 pub use error::Error;
+pub use shared::{SharedSettings, SharedStore, SplitLock};
 pub use store::*;

@@ -64,6 +64,18 @@ impl Step<'_> {
             | Self::Add { at, .. } => *at,
         }
     }
+
+    /// The same verb, for a shorter time.
+    pub(crate) fn reborrow(&mut self) -> Step<'_> {
+        match self {
+            Step::Read { at, into } => Step::Read { at: *at, into },
+            Step::Write { at, from } => Step::Write { at: *at, from },
+            Step::Cas { at, expected, new, old } => {
+                Step::Cas { at: *at, expected: *expected, new: *new, old }
+            }
+            Step::Add { at, amount, old } => Step::Add { at: *at, amount: *amount, old },
+        }
+    }
 }
 
 /// The reason that a list of verbs stopped.
@@ -116,4 +128,14 @@ pub trait Reach {
     /// True if verbs on the two addresses take effect in the order in which they are posted,
     /// because both use one QP.
     fn ordered(&self, a: Address, b: Address) -> bool;
+}
+
+/// The range that a verb needs a right to.
+pub(crate) fn range_of(step: &Step<'_>) -> Range {
+    let (bytes, writes) = match step {
+        Step::Read { into, .. } => (into.len(), false),
+        Step::Write { from, .. } => (from.len(), true),
+        Step::Cas { .. } | Step::Add { .. } => (8, true),
+    };
+    Range { start: step.at(), bytes: bytes as u32, writes }
 }

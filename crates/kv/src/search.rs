@@ -22,6 +22,12 @@ impl Buckets {
         Self { first, main, overflow }
     }
 
+    /// The combined bucket that has `bucket`, twice. For a step of a scan.
+    pub fn around(bucket: u32) -> Self {
+        let first = bucket - u32::from(!bucket.is_multiple_of(3));
+        Self { first: [first; 2], main: [bucket; 2], overflow: [bucket; 2] }
+    }
+
     /// The slots, each of them once.
     pub fn slots(self) -> impl Iterator<Item = usize> {
         // Mains of one group share their overflow bucket.
@@ -39,7 +45,7 @@ impl Buckets {
     }
 }
 
-fn slots_of(bucket: u32) -> impl Iterator<Item = usize> {
+pub(crate) fn slots_of(bucket: u32) -> impl Iterator<Item = usize> {
     let start = bucket as usize * SLOTS;
     start..start + SLOTS
 }

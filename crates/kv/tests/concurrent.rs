@@ -8,8 +8,8 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use common::linear::{Did, History, seeds};
-use common::{COLUMNS, TestStore, World, block_on, settings};
+use common::{COLUMNS, TestStore, World, block_on, seeds, settings};
+use kv::check::linear::{Did, History};
 use kv::memory::{Arena, Client, Hand, Seeded, run};
 use kv::{Condition, Cursor, Error, Expiry, SetOptions, Store, Update, Wanted};
 

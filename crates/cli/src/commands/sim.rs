@@ -30,14 +30,17 @@ Examples:
 /// outside its owner's chunk or after the chunk's release; a free chunk is cleared, and free only
 /// once; chunks of crashed clients become free in bounded time; every request completes.
 ///
+/// The cases "kv-alone" and "kv-shared" check the key-value index over a model of remote memory:
+/// clients crash, stall and lose round trips, and the history of each key must be linearizable.
+///
 /// A seed determines the whole run: it gives the same steps on any machine. A failing seed is
 /// printed with the command that repeats it and prints every step.
 #[derive(clap::Args, Debug)]
 #[command(after_help = CHECK_EXAMPLES)]
 pub struct Check {
     /// Case to check: a scheme, "onesidedmw-without-separation", "onesidedmw-without-grouping",
-    /// "rpc-mw-1-guessed" or "shared-region-abused" (unsafe by design), or "all": every case that
-    /// must hold
+    /// "rpc-mw-1-guessed" or "shared-region-abused" (unsafe by design), "kv-alone" or "kv-shared",
+    /// or "all": every case that must hold
     #[arg(long, value_name = "SCHEME", default_value = "all")]
     scheme: String,
 
@@ -67,6 +70,7 @@ Examples:
   granary sim check                                          a thousand seeds of each scheme
   granary sim check --scheme onesidedmw --seeds 0..100000    many seeds of one scheme
   granary sim check --scheme rpc-mw-2 --seed 17 --trace      one seed, every step printed
+  granary sim check --scheme kv-shared --seeds 0..100000     several clients of one index
   granary sim check --seeds 0..1000000 --minutes 10          as many seeds as fit in ten minutes
 
 Exit codes: 0 no violation, 1 at least one violation, 2 wrong command line.";
@@ -105,7 +109,8 @@ impl Sim {
 
 impl Check {
     fn run(self) -> anyhow::Result<ExitCode> {
-        let cases = self.cases()?;
+        let index = self.index_cases();
+        let cases = if self.scheme != "all" && !index.is_empty() { vec![] } else { self.cases()? };
         let seeds = match self.seed {
             Some(seed) => Seeds { from: seed, to: seed.saturating_add(1) },
             None => self.seeds,
@@ -118,6 +123,12 @@ impl Check {
                 break;
             }
         }
+        for case in index {
+            if failed && !self.keep_going {
+                break;
+            }
+            failed |= self.check_index(case, seeds, deadline);
+        }
         Ok(ExitCode::from(failed as u8))
     }
 
@@ -127,6 +138,49 @@ impl Check {
         }
         let case = self.scheme.parse().map(|case| vec![case]);
         case.map_err(|why| UsageError(format!("--scheme: {why}, or \"all\""), "sim check"))
+    }
+
+    /// The cases of the key-value index among those that the command names.
+    fn index_cases(&self) -> Vec<kv::check::Case> {
+        let all = kv::check::Case::ALL.into_iter();
+        all.filter(|case| self.scheme == "all" || self.scheme == case.name()).collect()
+    }
+
+    /// Runs the seeds of one case of the key-value index; true if a rule was violated.
+    fn check_index(&self, case: kv::check::Case, seeds: Seeds, deadline: Option<Instant>) -> bool {
+        let bar = Progress::new(self.trace).bar(&format!("check {case}"), seeds.to - seeds.from);
+        let (start, mut ran, mut failures) = (Instant::now(), 0, 0);
+        let mut counts = kv::check::Counts::default();
+        for seed in seeds.from..seeds.to {
+            if deadline.is_some_and(|d| Instant::now() >= d) {
+                break;
+            }
+            let outcome = kv::check::run(case, seed);
+            counts.add(&outcome.counts);
+            ran += 1;
+            bar.step();
+            if let Some(why) = outcome.violation {
+                failures += 1;
+                println!("\n{case}: seed {seed}: {why}");
+                println!("  granary sim check --scheme {case} --seed {seed}");
+                if !self.keep_going {
+                    break;
+                }
+            }
+        }
+        drop(bar);
+        let took = start.elapsed().as_secs_f64();
+        println!(
+            "{case}: {ran} seeds, {failures} with a violation, in {took:.1} s; {} operations, {} \
+             verbs, {} splits, {} clients crashed, {} round trips lost, {} stalls",
+            counts.operations,
+            counts.verbs,
+            counts.splits,
+            counts.crashes,
+            counts.lost,
+            counts.stalls,
+        );
+        failures > 0
     }
 
     /// Runs the seeds of one case; true if an invariant was violated.

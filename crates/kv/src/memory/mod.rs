@@ -105,13 +105,67 @@ pub struct Client {
     verbs: AtomicU64,
     limit: AtomicU64,
     interleaved: bool,
+    faults: Mutex<Faults>,
+}
+
+/// Faults of a compute node, by seed.
+#[derive(Debug)]
+pub struct Faults {
+    /// The random numbers.
+    pub random: Seeded,
+    /// One round trip of this many is lost: the first verbs of its list take effect, and the
+    /// compute node gets no answer. 0: none.
+    pub lost_one_in: u64,
+    /// The compute node stalls before one verb of this many. 0: none.
+    pub stall_one_in: u64,
+    /// Maximum turns of other tasks during a stall.
+    pub stall_turns: u64,
+    /// Round trips lost so far.
+    pub lost: u64,
+    /// Stalls so far.
+    pub stalls: u64,
+}
+
+impl Faults {
+    /// No faults.
+    pub const fn none(seed: u64) -> Self {
+        let random = Seeded::new(seed);
+        Self { random, lost_one_in: 0, stall_one_in: 0, stall_turns: 0, lost: 0, stalls: 0 }
+    }
+
+    /// The number of verbs of a list that take effect, if its round trip is lost.
+    fn loses(&mut self, steps: usize) -> Option<usize> {
+        let is_lost = self.lost_one_in != 0 && self.random.below(self.lost_one_in) == 0;
+        self.lost += u64::from(is_lost);
+        is_lost.then(|| self.random.below(steps as u64 + 1) as usize)
+    }
+
+    /// The number of turns for which the compute node stalls.
+    fn stall(&mut self) -> u64 {
+        let stalls = self.stall_one_in != 0 && self.random.below(self.stall_one_in) == 0;
+        self.stalls += u64::from(stalls);
+        if stalls { self.random.below(self.stall_turns) } else { 0 }
+    }
 }
 
 impl Client {
     /// A compute node. `interleaved`: other tasks run between two verbs of this compute node.
     pub fn new(memory: Arc<Memory>, interleaved: bool) -> Self {
         let limit = AtomicU64::new(u64::MAX);
-        Self { memory, waits: AtomicU64::new(0), verbs: AtomicU64::new(0), limit, interleaved }
+        let faults = Mutex::new(Faults::none(0));
+        let (waits, verbs) = (AtomicU64::new(0), AtomicU64::new(0));
+        Self { memory, waits, verbs, limit, interleaved, faults }
+    }
+
+    /// Gives the compute node faults. Stalls need an interleaved compute node.
+    pub fn set_faults(&self, faults: Faults) {
+        *self.faults.lock() = faults;
+    }
+
+    /// Numbers of lost round trips and of stalls so far.
+    pub fn faults(&self) -> (u64, u64) {
+        let faults = self.faults.lock();
+        (faults.lost, faults.stalls)
     }
 
     /// Number of round trips so far.
@@ -128,6 +182,13 @@ impl Client {
     /// the first of them, if it is a long WRITE, one half takes effect.
     pub fn crash_after(&self, verbs: u64) {
         self.limit.store(self.verbs() + verbs, Ordering::Relaxed);
+    }
+
+    /// Takes [`Client::crash_after`] back, unless the compute node has stopped already.
+    pub fn stay_up(&self) {
+        if !self.is_crashed() {
+            self.limit.store(u64::MAX, Ordering::Relaxed);
+        }
     }
 
     /// True if the compute node has stopped.
@@ -200,11 +261,18 @@ impl Reach for Arc<Client> {
             let stripe = self.memory.stripe(steps[*step].at()).unwrap_or(0);
             if is_reversed { u32::MAX - stripe } else { stripe }
         });
-        for step in order {
+        let lost = self.faults.lock().loses(steps.len());
+        for step in order.into_iter().take(lost.unwrap_or(usize::MAX)) {
             if self.interleaved {
-                turn().await;
+                let stall = self.faults.lock().stall();
+                for _ in 0..=stall {
+                    turn().await;
+                }
             }
             self.execute(&mut steps[step])?;
+        }
+        if lost.is_some() {
+            return Err(Stopped::Lost("the round trip was lost".into()));
         }
         self.waits.fetch_add(1, Ordering::Relaxed);
         if self.interleaved {

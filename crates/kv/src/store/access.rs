@@ -11,7 +11,7 @@ use crate::environment::Environment;
 use crate::error::Error;
 use crate::layout::{root, word};
 use crate::place::Address;
-use crate::reach::{Range, Reach, Step, Stopped};
+use crate::reach::{Reach, Step, Stopped, range_of};
 
 /// Steps of one round trip.
 pub(super) type Steps<'a> = SmallVec<[Step<'a>; 6]>;
@@ -127,15 +127,6 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     pub(super) fn check(&self) -> Result<(), Error> {
         if self.interrupted.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
     }
-}
-
-fn range_of(step: &Step<'_>) -> Range {
-    let (bytes, writes) = match step {
-        Step::Read { into, .. } => (into.len(), false),
-        Step::Write { from, .. } => (from.len(), true),
-        Step::Cas { .. } | Step::Add { .. } => (8, true),
-    };
-    Range { start: step.at(), bytes: bytes as u32, writes }
 }
 
 impl From<std::convert::Infallible> for Stopped {

@@ -9,7 +9,7 @@ use super::trips::Operation;
 use crate::blocks::Blocks;
 use crate::environment::Environment;
 use crate::error::Error;
-use crate::layout::table::{SLOTS, Slot};
+use crate::layout::table::{BucketWord, SLOTS, Slot};
 use crate::layout::word;
 use crate::reach::{Reach, Step};
 use crate::table::Table;
@@ -31,22 +31,34 @@ impl Cursor {
         self.0 == 0
     }
 
-    const fn new(prefix: u64, depth: u32, bucket: u32) -> Self {
+    pub(crate) const fn new(prefix: u64, depth: u32, bucket: u32) -> Self {
         // The lowest 8 of the prefix's 48 bits are 0, since prefixes have at most 24 bits.
         Self(prefix >> 8 << PREFIX_AT | (depth as u64 + 1) << DEPTH_AT | bucket as u64)
     }
 
+    /// The position behind bucket `bucket` of `buckets` of the subtable with `word`.
+    pub(crate) fn behind(word: BucketWord, bucket: u32, buckets: u32) -> Self {
+        if bucket + 1 < buckets {
+            return Self::new(word.prefix, word.depth, bucket + 1);
+        }
+        match (word.prefix << 16).checked_add(1 << (63 - word.depth) << 1) {
+            _ if word.depth == 0 => Self::default(),
+            Some(top) => Self::new(top >> 16, word.depth, 0),
+            None => Self::default(),
+        }
+    }
+
     /// The first bits of the hashes, left-aligned in 64 bits.
-    const fn top(self) -> u64 {
+    pub(crate) const fn top(self) -> u64 {
         self.0 >> PREFIX_AT << PREFIX_AT
     }
 
     /// Depth of the subtable at that time. 0 bits at the begin count as depth 0.
-    const fn depth(self) -> u32 {
+    pub(crate) const fn depth(self) -> u32 {
         ((self.0 >> DEPTH_AT) as u32 & 63).saturating_sub(1)
     }
 
-    const fn bucket(self) -> u32 {
+    pub(crate) const fn bucket(self) -> u32 {
         (self.0 & BUCKET_MASK) as u32
     }
 }
@@ -91,14 +103,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
                 };
                 scanned.keys.extend(keys);
             }
-            scanned.next = match bucket + 1 < self.shape.buckets() {
-                true => Cursor::new(word.prefix, word.depth, bucket + 1),
-                false => match (word.prefix << 16).checked_add(1 << (63 - word.depth) << 1) {
-                    _ if word.depth == 0 => Cursor::default(),
-                    Some(top) => Cursor::new(top >> 16, word.depth, 0),
-                    None => Cursor::default(),
-                },
-            };
+            scanned.next = Cursor::behind(word, bucket, self.shape.buckets());
         }
         Ok(scanned)
     }

@@ -1,8 +1,6 @@
 //! Stores in the memory of the test's process.
 #![allow(dead_code)]
 
-pub mod linear;
-
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
@@ -64,4 +62,9 @@ pub fn store(form: Form, mirror: bool, groups: u16) -> (World, TestStore) {
     let world = World::new(4096, 1 << 20, false, 1);
     let store = world.create(settings(form, mirror, groups));
     (world, store)
+}
+
+/// Number of seeds: 1,000, or the number in the environment.
+pub fn seeds() -> u64 {
+    std::env::var("GRANARY_KV_SEEDS").ok().and_then(|seeds| seeds.parse().ok()).unwrap_or(1000)
 }

@@ -9,13 +9,20 @@ pub type Value = Option<u64>;
 /// An operation on one key, and its result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Did {
+    /// A read.
     Get(Value),
+    /// A write.
     Set(u64),
     /// Sets if absent; the result is whether the value was set.
     SetNew(u64, bool),
+    /// A deletion; the result is whether the key was there.
     Delete(bool),
     /// Replaces the value, and returns the one before.
     Swap(u64, Value),
+    /// Sets if absent, without an answer.
+    SetNewOpen(u64),
+    /// A deletion without an answer.
+    DeleteOpen,
 }
 
 impl Did {
@@ -30,31 +37,38 @@ impl Did {
             }
             Self::Delete(was_there) => (was_there == before.is_some()).then_some(None),
             Self::Swap(value, old) => (old == before).then_some(Some(value)),
+            Self::SetNewOpen(value) => Some(before.or(Some(value))),
+            Self::DeleteOpen => Some(None),
         }
     }
 }
 
+/// An operation with its times.
 #[derive(Clone, Copy, Debug)]
 pub struct Event {
+    /// Time of the call.
     pub begin: u64,
-    /// `u64::MAX`: the call has no answer, and may have had no effect.
+    /// Time of the answer. `u64::MAX`: the call has no answer, and may have had no effect.
     pub end: u64,
+    /// The operation.
     pub did: Did,
 }
 
 /// The operations of a run, by key.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct History {
     clock: Cell<u64>,
     events: RefCell<BTreeMap<u64, Vec<Event>>>,
 }
 
 impl History {
+    /// The next time.
     pub fn tick(&self) -> u64 {
         self.clock.set(self.clock.get() + 1);
         self.clock.get()
     }
 
+    /// Adds a call that has its answer now.
     pub fn add(&self, key: u64, begin: u64, did: Did) {
         let end = self.tick();
         self.events.borrow_mut().entry(key).or_default().push(Event { begin, end, did });
@@ -66,10 +80,26 @@ impl History {
         self.events.borrow_mut().entry(key).or_default().push(event);
     }
 
+    /// Panics if the history of a key is not linearizable.
     pub fn check(&self, seed: u64) {
-        for (key, events) in &*self.events.borrow() {
-            assert!(is_linearizable(events), "seed {seed}, key {key}: {events:#?}");
+        if let Some(why) = self.violation() {
+            panic!("seed {seed}, {why}");
         }
+    }
+
+    /// The history of a key that is not linearizable.
+    pub fn violation(&self) -> Option<String> {
+        let events = self.events.borrow();
+        let wrong = events.iter().find(|(_, events)| !is_linearizable(events))?;
+        let mut events = wrong.1.clone();
+        events.sort_by_key(|event| event.begin);
+        let lines: Vec<_> = events.iter().map(|event| format!("\n  {event:?}")).collect();
+        Some(format!("key {}: the history has no order:{}", wrong.0, lines.concat()))
+    }
+
+    /// Number of events of a key.
+    pub fn events(&self, key: u64) -> usize {
+        self.events.borrow().get(&key).map_or(0, Vec::len)
     }
 }
 
@@ -98,23 +128,35 @@ pub fn is_linearizable(events: &[Event]) -> bool {
     false
 }
 
-/// Number of seeds: 1,000, or the number in the environment.
-pub fn seeds() -> u64 {
-    std::env::var("GRANARY_KV_SEEDS").ok().and_then(|seeds| seeds.parse().ok()).unwrap_or(1000)
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-#[test]
-fn checker_accepts_and_refuses_histories() {
-    let event = |begin, end, did| Event { begin, end, did };
-    let set = event(1, 4, Did::Set(7));
-    assert!(is_linearizable(&[set, event(2, 3, Did::Get(None)), event(5, 6, Did::Get(Some(7)))]));
-    assert!(is_linearizable(&[set, event(2, 3, Did::Get(Some(7)))]));
-    assert!(!is_linearizable(&[set, event(5, 6, Did::Get(None))]));
-    assert!(!is_linearizable(&[set, event(2, 3, Did::Get(Some(7))), event(4, 5, Did::Get(None))]));
-    let open = event(1, u64::MAX, Did::Set(7));
-    assert!(is_linearizable(&[open, event(2, 3, Did::Get(None)), event(4, 5, Did::Get(Some(7)))]));
-    assert!(!is_linearizable(&[
-        event(1, 2, Did::SetNew(1, true)),
-        event(3, 4, Did::SetNew(2, true))
-    ]));
+    #[test]
+    fn checker_accepts_and_refuses_histories() {
+        let event = |begin, end, did| Event { begin, end, did };
+        let set = event(1, 4, Did::Set(7));
+        assert!(is_linearizable(&[
+            set,
+            event(2, 3, Did::Get(None)),
+            event(5, 6, Did::Get(Some(7)))
+        ]));
+        assert!(is_linearizable(&[set, event(2, 3, Did::Get(Some(7)))]));
+        assert!(!is_linearizable(&[set, event(5, 6, Did::Get(None))]));
+        assert!(!is_linearizable(&[
+            set,
+            event(2, 3, Did::Get(Some(7))),
+            event(4, 5, Did::Get(None))
+        ]));
+        let open = event(1, u64::MAX, Did::Set(7));
+        assert!(is_linearizable(&[
+            open,
+            event(2, 3, Did::Get(None)),
+            event(4, 5, Did::Get(Some(7)))
+        ]));
+        assert!(!is_linearizable(&[
+            event(1, 2, Did::SetNew(1, true)),
+            event(3, 4, Did::SetNew(2, true))
+        ]));
+    }
 }

@@ -1,0 +1,22 @@
+//! Keys and values of checked runs.
+
+/// The bytes of key `key`.
+pub(super) fn name(key: u64) -> Vec<u8> {
+    format!("key-{key}").into_bytes()
+}
+
+/// A value of a length that depends on the number.
+pub(super) fn encode(number: u64) -> Vec<u8> {
+    let mut bytes = number.to_be_bytes().to_vec();
+    bytes.resize(8 + (number % 50) as usize, number as u8);
+    bytes
+}
+
+/// The number of a value that is whole.
+pub(super) fn decode(bytes: &[u8]) -> Result<u64, String> {
+    let number = bytes.get(..8).and_then(|head| head.try_into().ok()).map(u64::from_be_bytes);
+    match number {
+        Some(number) if bytes == encode(number) => Ok(number),
+        _ => Err(format!("a read returned bytes that no write has written: {bytes:x?}")),
+    }
+}

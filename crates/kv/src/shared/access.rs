@@ -1,0 +1,158 @@
+//! Round trips, and the ticks of the epochs.
+
+use smallvec::SmallVec;
+
+use super::words::PLACE_END;
+use super::{SharedStore, epochs};
+use crate::blocks::Blocks;
+use crate::environment::Environment;
+use crate::error::Error;
+use crate::place::{Address, Place};
+use crate::reach::{Reach, Step, range_of};
+use crate::store::Form;
+use crate::store::trips::{Operation, Trip};
+
+/// Steps of one round trip.
+pub(super) type Steps<'a> = SmallVec<[Step<'a>; 6]>;
+
+impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
+    /// Executes `steps` in one round trip.
+    pub(super) async fn run(&self, trip: &Trip<'_>, steps: &mut [Step<'_>]) -> Result<(), Error> {
+        trip.count();
+        let mut rights = SmallVec::<[R::Right; 6]>::new();
+        let mut result = Ok(());
+        for step in steps.iter() {
+            match self.reach.open(range_of(step)).await {
+                Ok(right) => rights.push(right),
+                Err(stopped) => {
+                    result = Err(stopped);
+                    break;
+                }
+            }
+        }
+        if result.is_ok() {
+            result = self.reach.run(steps).await;
+        }
+        for right in rights {
+            self.reach.close(right).await;
+        }
+        result.map_err(Error::from)
+    }
+
+    /// Replaces the word at `at`. Returns the word before.
+    pub(super) async fn swap(
+        &self,
+        trip: &Trip<'_>,
+        at: Address,
+        expected: u64,
+        new: u64,
+    ) -> Result<u64, Error> {
+        let mut old = 0;
+        self.run(trip, &mut [Step::Cas { at, expected, new, old: &mut old }]).await?;
+        Ok(old)
+    }
+
+    /// Reads words. One round trip.
+    pub(super) async fn words<const N: usize>(
+        &self,
+        trip: &Trip<'_>,
+        at: [Address; N],
+    ) -> Result<[u64; N], Error> {
+        let mut bytes = [[0; 8]; N];
+        let mut steps: Steps<'_> =
+            at.iter().zip(&mut bytes).map(|(at, into)| Step::Read { at: *at, into }).collect();
+        self.run(trip, &mut steps).await?;
+        drop(steps);
+        Ok(bytes.map(u64::from_be_bytes))
+    }
+
+    /// True if the form lets a WRITE of `block` and a CAS at `at` be posted together.
+    pub(super) fn is_fused(&self, block: Address, at: Address) -> bool {
+        self.settings.form == Form::Fused && self.reach.ordered(block, at)
+    }
+
+    /// Allocates a block that no word names yet.
+    pub(super) async fn allocate(&self, bytes: usize) -> Result<Place, Error> {
+        let mut place = self.blocks.allocate(0, bytes as u32).await?;
+        if place.is_none() {
+            // Words use place 0 for "none". The block stays allocated, so this happens once.
+            place = self.blocks.allocate(0, bytes as u32).await?;
+        }
+        if place.bits() >= PLACE_END {
+            self.blocks.release(place);
+            return Err(Error::Setting("mode `shared` has the memory nodes 0 to 63; use fewer"));
+        }
+        Ok(place)
+    }
+
+    /// Reads the epochs of all clients, if a tick is due: frees unlinked blocks, and tells other
+    /// clients that this one has passed. A client that runs no operations must call this too, once
+    /// in a few milliseconds; otherwise no unlinked block of another client becomes free.
+    pub async fn tick(&self) -> Result<(), Error> {
+        self.tick_after(self.settings.tick_ms).await
+    }
+
+    /// Like [`SharedStore::tick`], `interval` ms after the latest tick.
+    pub(super) async fn tick_after(&self, interval: u64) -> Result<(), Error> {
+        let Some(unlinked) = self.epochs.begin_tick(self.environment.now(), interval) else {
+            return Ok(());
+        };
+        let aborted = Aborted(Some(&self.epochs));
+        let trip = self.counters.begin(Operation::Maintain);
+        let mut block = vec![0; self.epochs.block_bytes()];
+        let at = self.epochs.epoch_word();
+        self.run(&trip, &mut [Step::Read { at, into: &mut block }]).await?;
+        aborted.disarm();
+        let found = self.epochs.end_tick(&block, unlinked);
+        found.free.iter().for_each(|place| self.blocks.release(*place));
+        let own = found.own.map(u64::to_be_bytes);
+        let mut before = 0;
+        let mut steps = Steps::new();
+        if let Some(own) = &own {
+            let at = self.epochs.client_word(self.epochs.client());
+            steps.push(Step::Write { at, from: own });
+        }
+        if found.is_reached {
+            let (expected, new) = (found.epoch, found.epoch + 1);
+            steps.push(Step::Cas { at, expected, new, old: &mut before });
+        }
+        if !steps.is_empty() {
+            self.run(&trip, &mut steps).await?;
+        }
+        Ok(())
+    }
+
+    /// Strikes client `client`, whose connection the memory node has ended: its epoch holds back no
+    /// unlinked block any more.
+    ///
+    /// The client must not reach remote memory any more. A client that only stalls may know blocks
+    /// that would be used again.
+    pub async fn strike(&self, client: u32) -> Result<(), Error> {
+        let trip = self.counters.begin(Operation::Maintain);
+        let at = self.epochs.client_word(client);
+        self.run(&trip, &mut [Step::Write { at, from: &[0; 8] }]).await
+    }
+
+    /// Leaves the index: ends the client's part in the epochs. Unlinked blocks that other clients
+    /// may read stay allocated.
+    pub async fn leave(self) -> Result<(), Error> {
+        self.strike(self.epochs.client()).await
+    }
+}
+
+/// Ends a tick that breaks off.
+struct Aborted<'a>(Option<&'a epochs::Epochs>);
+
+impl Aborted<'_> {
+    fn disarm(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Aborted<'_> {
+    fn drop(&mut self) {
+        if let Some(epochs) = self.0 {
+            epochs.abort_tick();
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! Creation and opening of a shared store.
+
+use parking_lot::Mutex;
+
+use super::epochs::{Epochs, LINE, client_word, clients_of};
+use super::words::PLACE_END;
+use super::{SharedSettings, SharedStore};
+use crate::blocks::Blocks;
+use crate::environment::Environment;
+use crate::error::Error;
+use crate::hash::{Hasher, SECRET_BYTES};
+use crate::layout::root::{DATABASES, DirectoryRoot, Fixed, Mode, ROOT_BYTES, Root};
+use crate::layout::table::Shape;
+use crate::layout::{put, word};
+use crate::place::Place;
+use crate::reach::{Reach, Step};
+use crate::store::scratch::Buffers;
+use crate::store::trips::Counters;
+
+/// The first epoch. Words of clients that are there are not 0.
+const FIRST: u64 = 1;
+
+impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
+    /// Creates an empty index, and its first client. Other clients open the index by
+    /// [`SharedStore::root`].
+    pub async fn create(
+        reach: R,
+        blocks: B,
+        environment: E,
+        settings: SharedSettings,
+    ) -> Result<Self, Error> {
+        let slab = blocks.slab();
+        let groups = settings.groups.map_or(Shape::groups_of(slab), u32::from);
+        let mut secret = [0; SECRET_BYTES];
+        for word in secret.chunks_exact_mut(8) {
+            word.copy_from_slice(&environment.secret().to_be_bytes());
+        }
+        let place = blocks.allocate(0, ROOT_BYTES as u32).await?;
+        let lines = LINE * (1 + clients_of(slab));
+        let epochs = blocks.allocate(0, lines as u32).await?;
+        let fixed = Fixed {
+            mode: Mode::Shared,
+            stripe_bits: 0,
+            partition: 0,
+            groups: groups as u16,
+            slab,
+            slots: (0, 16383),
+            epochs,
+            secret,
+        };
+        let directories = [DirectoryRoot::default(); DATABASES];
+        let root = Root { fixed, directories, generation: 1, journal: Place::default() };
+        shape_of(&root, slab)?;
+        let mut block = vec![0; lines];
+        put(&mut block, 0, FIRST);
+        let bytes = root.encode();
+        let mut steps = [
+            Step::Write { at: epochs.at(0), from: &block },
+            Step::Write { at: place.at(0), from: &bytes },
+        ];
+        reach.run(&mut steps).await?;
+        Self::open(reach, blocks, environment, settings, place).await
+    }
+
+    /// Opens the index with its root at `place`, as a further client.
+    pub async fn open(
+        reach: R,
+        blocks: B,
+        environment: E,
+        settings: SharedSettings,
+        place: Place,
+    ) -> Result<Self, Error> {
+        let mut bytes = [0; ROOT_BYTES];
+        reach.run(&mut [Step::Read { at: place.at(0), into: &mut bytes }]).await?;
+        let root = Root::parse(&bytes).map_err(Error::malformed(place.at(0)))?;
+        if root.fixed.mode != Mode::Shared {
+            return Err(Error::Setting(
+                "the root is of a store in mode `alone`; use `Store::open`",
+            ));
+        }
+        let slab = blocks.slab();
+        let shape = shape_of(&root, slab)?;
+        let block = root.fixed.epochs;
+        if place.bits() >= PLACE_END || block.bits() >= PLACE_END {
+            return Err(Error::Setting("mode `shared` has the memory nodes 0 to 63; use fewer"));
+        }
+        let client = register(&reach, block, slab).await?;
+        let epochs = Epochs::new(block, client, slab, environment.now());
+        Ok(Self {
+            reach,
+            blocks,
+            environment,
+            settings,
+            root: place,
+            hasher: Hasher::new(&root.fixed.secret),
+            shape,
+            slab,
+            epochs,
+            directories: std::array::from_fn(|_| Mutex::new(None)),
+            split: Mutex::default(),
+            buffers: Buffers::default(),
+            counters: Counters::default(),
+        })
+    }
+}
+
+/// The shape of the subtables. In mode `shared` a subtable is one block.
+fn shape_of(root: &Root, slab: u32) -> Result<Shape, Error> {
+    if root.fixed.slab != slab {
+        return Err(Error::Setting("the slabs differ from the root's; use the same chunk size"));
+    }
+    let shape = Shape::new(root.fixed.groups.into(), slab).filter(|shape| shape.pieces == 0);
+    shape.ok_or(Error::Setting("a subtable fits no slab; use fewer groups or larger chunks"))
+}
+
+/// Takes a word in the block of epochs. Returns the number of the client.
+async fn register<R: Reach>(reach: &R, block: Place, slab: u32) -> Result<u32, Error> {
+    let clients = clients_of(slab);
+    let mut bytes = vec![0; LINE * (1 + clients)];
+    reach.run(&mut [Step::Read { at: block.at(0), into: &mut bytes }]).await?;
+    let epoch = word(&bytes, 0);
+    for client in (0..clients).filter(|client| word(&bytes, LINE * (1 + client)) == 0) {
+        let mut old = 0;
+        let at = client_word(block, client as u32);
+        let cas = Step::Cas { at, expected: 0, new: epoch, old: &mut old };
+        reach.run(&mut [cas]).await?;
+        if old == 0 {
+            return Ok(client as u32);
+        }
+    }
+    Err(Error::TooManyClients(clients))
+}

@@ -1,0 +1,254 @@
+//! An index that several clients change: round trips, and runs by seed.
+
+mod common;
+
+use std::borrow::Cow;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use common::{BEGIN, block_on, seeds};
+use kv::check::{Case, Counts};
+use kv::memory::{Arena, Client, Hand, Memory};
+use kv::{
+    Cursor, Error, Expiry, Form, Operation, SetOptions, SharedSettings, SharedStore, SplitLock,
+    Update,
+};
+
+type Shared = SharedStore<Arc<Client>, Arena, Arc<Hand>>;
+
+struct World {
+    memory: Arc<Memory>,
+    arena: Arena,
+    hand: Arc<Hand>,
+}
+
+impl World {
+    fn new() -> Self {
+        let memory = Memory::new(4096);
+        let arena = Arena::new(memory.clone(), 0, 1 << 20);
+        Self { memory, arena, hand: Hand::new(BEGIN, 1) }
+    }
+
+    fn settings(form: Form, groups: u16) -> SharedSettings {
+        SharedSettings { form, groups: Some(groups), ..SharedSettings::default() }
+    }
+
+    fn create(&self, settings: SharedSettings) -> (Arc<Client>, Shared) {
+        let client = Arc::new(Client::new(self.memory.clone(), false));
+        let (arena, hand) = (self.arena.clone(), self.hand.clone());
+        let store = SharedStore::create(client.clone(), arena, hand, settings);
+        (client, block_on(store).expect("a store"))
+    }
+
+    fn open(&self, first: &Shared, settings: SharedSettings) -> (Arc<Client>, Shared) {
+        let client = Arc::new(Client::new(self.memory.clone(), false));
+        let (arena, hand) = (self.arena.clone(), self.hand.clone());
+        let store = SharedStore::open(client.clone(), arena, hand, settings, first.root());
+        (client, block_on(store).expect("a store"))
+    }
+}
+
+/// Round trips: published, fused. A new key takes one more than in RACE, because its slot becomes
+/// final by a CAS of its own.
+const TABLE: [(&str, [u64; 2]); 9] = [
+    ("get, hit", [2, 2]),
+    ("get, miss", [1, 1]),
+    ("set, new key", [4, 3]),
+    ("set, key there", [3, 3]),
+    ("delete", [3, 3]),
+    ("update", [4, 3]),
+    ("expire", [4, 3]),
+    ("persist", [4, 3]),
+    ("exists", [2, 2]),
+];
+
+#[test]
+fn round_trips_are_those_of_the_table() {
+    for (column, form) in [Form::Published, Form::Fused].into_iter().enumerate() {
+        let world = World::new();
+        let (client, store) = world.create(World::settings(form, 21));
+        let mut taken = Vec::new();
+        let set = |key: &'static [u8]| store.set(0, key, b"value", SetOptions::default());
+        // The first write creates the directory.
+        block_on(set(b"first")).expect("a write");
+        let mut measure = |what: &'static str, operation: &mut dyn FnMut()| {
+            let before = client.waits();
+            operation();
+            taken.push((what, client.waits() - before));
+        };
+        measure("set, new key", &mut || drop(block_on(set(b"key")).expect("a write")));
+        measure("set, key there", &mut || drop(block_on(set(b"key")).expect("a write")));
+        measure("get, hit", &mut || {
+            let value = block_on(store.get(0, b"key")).expect("a read");
+            assert_eq!(value.as_deref(), Some(&b"value"[..]));
+        });
+        measure("get, miss", &mut || {
+            assert_eq!(block_on(store.get(0, b"absent")).expect("a read"), None);
+        });
+        measure("update", &mut || {
+            let append = |value: Option<&[u8]>, _| {
+                let longer = [value.unwrap_or_default(), b"+"].concat();
+                Update::Put(Cow::Owned(longer), Expiry::Keep)
+            };
+            block_on(store.update(0, b"key", append)).expect("an update");
+        });
+        measure("expire", &mut || {
+            assert!(block_on(store.expire(0, b"key", BEGIN + 5, |_| true)).expect("a change"));
+        });
+        measure("persist", &mut || {
+            assert!(block_on(store.expire(0, b"key", 0, |at| at == BEGIN + 5)).expect("a change"));
+        });
+        measure("exists", &mut || assert!(block_on(store.exists(0, b"key")).expect("a read")));
+        measure("delete", &mut || assert!(block_on(store.delete(0, b"key")).expect("a deletion")));
+        for (what, expected) in TABLE {
+            let found = taken.iter().find(|(taken, _)| *taken == what).expect("measured");
+            assert_eq!(found.1, expected[column], "{form:?}: {what}");
+        }
+        assert_eq!(store.trips(Operation::Delete).waits, TABLE[4].1[column]);
+        assert_eq!(block_on(store.len(0)).expect("a scan"), 1);
+    }
+}
+
+/// After a tick the cache is verified in the same round trip as the buckets are read.
+#[test]
+fn stale_cache_takes_no_round_trip_more() {
+    let world = World::new();
+    let (client, store) = world.create(World::settings(Form::Fused, 21));
+    block_on(store.set(0, b"key", b"value", SetOptions::default())).expect("a write");
+    world.hand.advance(5);
+    block_on(store.tick()).expect("a tick");
+    let before = client.waits();
+    assert!(block_on(store.get(0, b"key")).expect("a read").is_some());
+    assert_eq!(client.waits() - before, 2);
+}
+
+#[test]
+fn clients_see_each_others_keys_over_splits() {
+    let world = World::new();
+    let settings = SharedSettings { tick_ms: 0, ..World::settings(Form::Fused, 2) };
+    let (_, one) = world.create(settings.clone());
+    let (_, two) = world.open(&one, settings);
+    let key = |i: u32| i.to_be_bytes();
+    for i in 0..2000 {
+        let store = if i % 2 == 0 { &one } else { &two };
+        block_on(store.set(0, &key(i), &key(i), SetOptions::default())).expect("a write");
+    }
+    for i in 0..2000 {
+        let store = if i % 3 == 0 { &one } else { &two };
+        let value = block_on(store.get(0, &key(i))).expect("a read");
+        assert_eq!(value.as_deref(), Some(&key(i)[..]));
+    }
+    let splits = [&one, &two].map(|store| store.trips(Operation::Split).operations);
+    assert!(splits.iter().all(|splits| *splits > 20), "{splits:?}");
+    let (mut seen, mut cursor) = (BTreeSet::new(), Cursor::default());
+    loop {
+        let scanned = block_on(one.scan(0, cursor, 10)).expect("a scan");
+        seen.extend(scanned.keys);
+        cursor = scanned.next;
+        if cursor.is_end() {
+            break;
+        }
+    }
+    assert_eq!(seen.len(), 2000);
+    assert_eq!(block_on(two.len(0)).expect("a scan"), 2000);
+}
+
+/// Keys that a client has written before it crashed after `verbs` verbs, and the index.
+fn crashed(world: &World, verbs: u64, settings: &SharedSettings) -> (Shared, Vec<u32>) {
+    let (client, store) = world.create(settings.clone());
+    client.crash_after(verbs);
+    let mut written = Vec::new();
+    for i in 0..100_u32 {
+        match block_on(store.set(0, &i.to_be_bytes(), b"value", SetOptions::default())) {
+            Ok(_) => written.push(i),
+            Err(Error::Stopped(_)) => break,
+            Err(error) => panic!("{error}"),
+        }
+    }
+    (store, written)
+}
+
+/// The first client crashes at each verb, also in a split; the second one goes on after the lease.
+#[test]
+fn client_may_crash_at_any_verb() {
+    let settings = World::settings(Form::Fused, 1);
+    for verbs in 0..700 {
+        let world = World::new();
+        let (first, written) = crashed(&world, verbs, &settings);
+        world.hand.advance(1000);
+        let (_, second) = world.open(&first, settings.clone());
+        block_on(second.strike(first.client())).expect("a write");
+        for i in 0..100_u32 {
+            let key = i.to_be_bytes();
+            let found = block_on(second.get(0, &key)).expect("a read");
+            assert!(found.is_some() || !written.contains(&i), "key {i} after {verbs} verbs");
+            let set = second.set(0, &key, b"other", SetOptions::default());
+            block_on(set).unwrap_or_else(|error| panic!("key {i} after {verbs} verbs: {error}"));
+        }
+        for i in 0..100_u32 {
+            let found = block_on(second.get(0, &i.to_be_bytes())).expect("a read");
+            assert_eq!(found.as_deref(), Some(&b"other"[..]), "key {i} after {verbs} verbs");
+        }
+        assert_eq!(block_on(second.len(0)).expect("a scan"), 100, "after {verbs} verbs");
+    }
+}
+
+/// As published: a subtable stays locked if its client crashes in a split. Readers go on.
+#[test]
+fn plain_lock_of_a_crashed_client_stays() {
+    let lock = SplitLock::Plain;
+    let settings = SharedSettings { lock, attempts: 20, ..World::settings(Form::Published, 1) };
+    let mut locked = 0;
+    for verbs in 0..400 {
+        let world = World::new();
+        let (first, written) = crashed(&world, verbs, &settings);
+        world.hand.advance(1_000_000);
+        let (_, second) = world.open(&first, settings.clone());
+        let set =
+            |i: u32| block_on(second.set(0, &i.to_be_bytes(), b"other", SetOptions::default()));
+        locked += u64::from((0..100).any(|i| set(i) == Err(Error::Contended)));
+        for i in written {
+            assert!(block_on(second.get(0, &i.to_be_bytes())).expect("a read").is_some());
+        }
+    }
+    assert!(locked > 10, "{locked} of 400 crashes left a lock");
+}
+
+#[test]
+fn client_that_does_not_tick_holds_splits_back() {
+    let world = World::new();
+    let limbo_max = 4096;
+    let settings = SharedSettings { limbo_max, tick_ms: 0, ..World::settings(Form::Fused, 2) };
+    let (_, store) = world.create(settings.clone());
+    let (_, idle) = world.open(&store, settings);
+    let set = |i: u32| block_on(store.set(0, &i.to_be_bytes(), b"value", SetOptions::default()));
+    let held = (0..5000).find(|i| matches!(set(*i), Err(Error::HeldBack(_))));
+    let held = held.expect("a split that was held back");
+    assert!(store.limbo_bytes() > limbo_max);
+    block_on(store.strike(idle.client())).expect("a write");
+    assert!(set(held).expect("a write").is_set);
+}
+
+/// Seeds that have found a defect of the store or of the check.
+const FOUND: [(Case, u64); 2] = [(Case::Alone, 44), (Case::Shared, 200)];
+
+#[test]
+fn seeds_that_found_a_defect_find_none() {
+    for (case, seed) in FOUND {
+        assert_eq!(kv::check::run(case, seed).violation, None, "{case}: seed {seed}");
+    }
+}
+
+#[test]
+fn runs_are_linearizable() {
+    for case in Case::ALL {
+        let mut counts = Counts::default();
+        for seed in 0..seeds() / 4 {
+            let outcome = kv::check::run(case, seed);
+            assert_eq!(outcome.violation, None, "{case}: seed {seed}");
+            counts.add(&outcome.counts);
+        }
+        assert!(counts.splits > seeds() / 4 && counts.crashes > 0, "{case}: {counts:?}");
+        println!("{case}: {counts:?}");
+    }
+}
