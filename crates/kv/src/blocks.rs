@@ -70,6 +70,15 @@ pub trait Blocks {
     /// Frees a block that no word in remote memory has named.
     fn release(&self, place: Place);
 
+    /// Frees a block that no word in remote memory names and that no client knows. `bytes`: the
+    /// length for which the block was allocated. A compute node may free blocks of others if the
+    /// allocator is for several compute nodes. Such an allocator needs the length, because it keeps
+    /// no list of all blocks.
+    fn release_bytes(&self, place: Place, bytes: u32) {
+        let _ = bytes;
+        self.release(place);
+    }
+
     /// Frees a block that no word in remote memory names any more, when no pin is left that was
     /// taken before this call.
     fn retire(&self, place: Place);

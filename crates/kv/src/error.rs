@@ -49,17 +49,6 @@ pub enum Error {
     /// The value is too long.
     #[error("writing a value of {0} bytes: at most 512 MiB are possible; split the value")]
     ValueTooLong(usize),
-    /// The value does not fit one block of a shared store.
-    #[error(
-        "writing a value of {bytes} bytes: at most {most} bytes fit a slab beside this key in mode \
-         `shared`; split the value or use larger chunks"
-    )]
-    ValueBeyondSlab {
-        /// Bytes of the value.
-        bytes: usize,
-        /// The maximum.
-        most: usize,
-    },
     /// An operation of a shared store has waited for other clients too long.
     #[error(
         "using a shared store: another client blocks the key's subtable; if that client has \

@@ -5,10 +5,11 @@ pub(super) fn name(key: u64) -> Vec<u8> {
     format!("key-{key}").into_bytes()
 }
 
-/// A value of a length that depends on the number.
+/// A value of a length that depends on the number. One value in 13 lies in two or three pieces.
 pub(super) fn encode(number: u64) -> Vec<u8> {
     let mut bytes = number.to_be_bytes().to_vec();
-    bytes.resize(8 + (number % 50) as usize, number as u8);
+    let pieces = if number.is_multiple_of(13) { 4200 + number % 5000 } else { 0 };
+    bytes.resize(8 + (number % 50 + pieces) as usize, number as u8);
     bytes
 }
 

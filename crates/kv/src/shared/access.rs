@@ -79,7 +79,7 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
             place = self.blocks.allocate(0, bytes as u32).await?;
         }
         if place.bits() >= PLACE_END {
-            self.blocks.release(place);
+            self.blocks.release_bytes(place, bytes as u32);
             return Err(Error::Setting("mode `shared` has the memory nodes 0 to 63; use fewer"));
         }
         Ok(place)
@@ -104,7 +104,7 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         self.run(&trip, &mut [Step::Read { at, into: &mut block }]).await?;
         aborted.disarm();
         let found = self.epochs.end_tick(&block, unlinked);
-        found.free.iter().for_each(|place| self.blocks.release(*place));
+        found.free.iter().for_each(|(place, bytes)| self.blocks.release_bytes(*place, *bytes));
         let own = found.own.map(u64::to_be_bytes);
         let mut before = 0;
         let mut steps = Steps::new();

@@ -12,6 +12,7 @@ use crate::error::Error;
 use crate::layout::block::EXPIRY_MAX;
 use crate::place::Place;
 use crate::reach::{Reach, Step};
+use crate::store::pieces;
 use crate::store::trips::Operation;
 use crate::store::{Condition, Expiry, Form, Outcome, SetOptions, Update};
 
@@ -57,7 +58,7 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         };
         let is_plain = options.condition == Condition::Always && !options.get;
         let ahead = ahead.filter(|_| is_plain && self.settings.form == Form::Published);
-        let want = if options.get { Want::Value } else { Want::Presence };
+        let want = if options.get { Want::Value } else { Want::Places };
         let mut outcome = Outcome::default();
         let decide = |current: Current<'_>| {
             let is_met = match options.condition {
@@ -81,7 +82,7 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
             was_there = current.is_some();
             Update::Delete
         };
-        self.change(Operation::Delete, key, Want::Presence, None, decide).await?;
+        self.change(Operation::Delete, key, Want::Places, None, decide).await?;
         Ok(was_there)
     }
 
@@ -161,7 +162,7 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         decide: &mut impl FnMut(Current<'_>) -> Update<'v>,
     ) -> Result<(), Error> {
         let mut ready = match ahead {
-            Some((value, expiry)) => Some(self.fresh(key, value, expiry).await?),
+            Some((value, expiry)) => Some(self.fresh(op, key, value, expiry).await?),
             None => None,
         };
         for attempt in 0..self.settings.attempts {
@@ -205,8 +206,13 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         let hit = finals.into_iter().next();
         let now = self.environment.now();
         let alive = hit.as_ref().filter(|hit| !hit.head.is_expired(now));
+        let mut loaded = self.buffers.take();
         let value = match (alive, plan.want) {
-            (Some(hit), Want::Value) => Some(self.value(hit, &buffer)?),
+            (Some(hit), Want::Value) => {
+                let block = self.block(hit, &buffer)?;
+                pieces::load(self, &op.trip, hit.word.place, &block, &mut loaded).await?;
+                Some(loaded.as_slice())
+            }
             _ => None,
         };
         let expiry_before = alive.map_or(0, |hit| hit.head.expiry);
@@ -215,7 +221,10 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
             Update::Keep => return Ok(Tried::Done),
             Update::Delete => {
                 return match &hit {
-                    Some(hit) => self.replace(op, key, seen.table, hit, None).await,
+                    Some(hit) => {
+                        let places = self.places(op, hit, &buffer).await?;
+                        self.replace(op, key, seen.table, (hit, &places), None).await
+                    }
                     None => Ok(Tried::Done),
                 };
             }
@@ -230,21 +239,25 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         }
         let fresh = match ready {
             Some(fresh) => fresh,
-            None => ready.insert(self.fresh(key, &value, expiry).await?),
+            None => ready.insert(self.fresh(op, key, &value, expiry).await?),
         };
         match &hit {
-            Some(hit) => self.replace(op, key, seen.table, hit, Some(fresh)).await,
+            Some(hit) => {
+                let places = self.places(op, hit, &buffer).await?;
+                self.replace(op, key, seen.table, (hit, &places), Some(fresh)).await
+            }
             None => self.insert(op, key, &seen, &twins, plan.attempt, fresh).await,
         }
     }
 
-    /// Replaces the block of a key that is there by `fresh`, or by nothing.
+    /// Replaces the block of a key that is there by `fresh`, or by nothing. `places`: all blocks of
+    /// the key.
     async fn replace(
         &self,
         op: &Op<'_>,
         key: &Key<'_>,
         table: Place,
-        hit: &Hit,
+        (hit, places): (&Hit, &[(Place, u32)]),
         fresh: Option<&mut Fresh<'_, B>>,
     ) -> Result<Tried, Error> {
         if is_frozen(hit.raw) {
@@ -255,11 +268,11 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         let old = match fresh {
             None => self.swap(&op.trip, at, hit.raw, 0).await?,
             Some(fresh) => {
-                let known = std::mem::replace(&mut fresh.known, Known::Slot);
+                let known = fresh.know(Known::Slot);
                 let new = fresh.word.word();
                 let old = self.write_and_swap(op, fresh, at, hit.raw, new, &mut []).await?;
                 if old != hit.raw {
-                    fresh.known = known;
+                    fresh.know(known);
                 }
                 old
             }
@@ -267,7 +280,7 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         if old != hit.raw {
             return Ok(Tried::Again);
         }
-        self.retire(hit.word);
+        self.retire(places);
         Ok(Tried::Done)
     }
 

@@ -87,8 +87,7 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         self.run(&op.trip, &mut new.write_all()).await?;
         let after = next_root(flagged, old.depth + 1, new.header);
         if self.swap(&op.trip, at, flagged, after).await? != flagged {
-            self.blocks.release(new.header);
-            new.pieces.iter().for_each(|piece| self.blocks.release(*piece));
+            self.free_directory(&new);
             return Ok(());
         }
         self.epochs.retire(old.header, old.sizes.header_bytes() as u32);
@@ -96,6 +95,14 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
             self.epochs.retire(*piece, old.sizes.piece_bytes(i) as u32);
         }
         Ok(())
+    }
+
+    /// Frees a directory that no word has named.
+    fn free_directory(&self, new: &NewDirectory) {
+        self.blocks.release_bytes(new.header, new.sizes.header_bytes() as u32);
+        for (i, piece) in new.pieces.iter().enumerate() {
+            self.blocks.release_bytes(*piece, new.sizes.piece_bytes(i) as u32);
+        }
     }
 
     /// Gives a database its first directory, with one subtable.
@@ -106,7 +113,7 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         let new = match self.new_directory(0, std::iter::once(entry.word())).await {
             Ok(new) => new,
             Err(error) => {
-                self.blocks.release(table);
+                self.free_table(table);
                 return Err(error);
             }
         };
@@ -115,8 +122,8 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         self.run(&op.trip, &mut steps).await?;
         let root = next_root(0, 0, new.header);
         if self.swap(&op.trip, self.root_word(db), 0, root).await? != 0 {
-            let blocks = [table, new.header].into_iter().chain(new.pieces.iter().copied());
-            blocks.for_each(|place| self.blocks.release(place));
+            self.free_table(table);
+            self.free_directory(&new);
         }
         Ok(())
     }
@@ -132,19 +139,24 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         let mut places = Vec::with_capacity(1 + sizes.pieces);
         for bytes in lengths.chain((0..sizes.pieces).map(|piece| sizes.piece_bytes(piece))) {
             match self.allocate(bytes).await {
-                Ok(place) => places.push(place),
+                Ok(place) => places.push((place, bytes)),
                 Err(error) => {
-                    places.iter().for_each(|place| self.blocks.release(*place));
+                    let free = |(place, bytes): &(Place, usize)| {
+                        self.blocks.release_bytes(*place, *bytes as u32);
+                    };
+                    places.iter().for_each(free);
                     return Err(error);
                 }
             }
         }
-        let pieces = places.split_off(1);
+        let mut places = places.into_iter().map(|(place, _)| place);
+        let header = places.next().unwrap_or_default();
+        let pieces: Vec<Place> = places.collect();
         let mut bytes = vec![0; sizes.header_bytes() + 8 * sizes.words];
         encode_header(&pieces, &mut bytes);
         for (i, word) in words.enumerate() {
             put(&mut bytes, sizes.header_bytes() + 8 * i, word);
         }
-        Ok(NewDirectory { header: places[0], pieces, bytes, sizes })
+        Ok(NewDirectory { header, pieces, bytes, sizes })
     }
 }

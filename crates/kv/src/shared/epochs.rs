@@ -82,8 +82,8 @@ pub(super) struct Found {
     pub own: Option<u64>,
     /// True if all clients have reached the epoch, which can increase then.
     pub is_reached: bool,
-    /// Blocks that are free.
-    pub free: Vec<Place>,
+    /// Blocks that are free, with their bytes.
+    pub free: Vec<(Place, u32)>,
 }
 
 impl Epochs {
@@ -181,7 +181,7 @@ impl Epochs {
         {
             state.limbo.pop_front();
             state.limbo_bytes -= u64::from(bytes);
-            free.push(place);
+            free.push((place, bytes));
         }
         let mine = word(block, LINE * (1 + self.client as usize));
         Found { epoch, own: own.filter(|own| *own > mine), is_reached: least >= epoch, free }
@@ -221,7 +221,7 @@ mod tests {
         epochs.retire(Place::of(9), 64);
         assert!(tick(&epochs, 1, &block(5, &[5, 5])).free.is_empty());
         assert!(tick(&epochs, 2, &block(6, &[6, 5])).free.is_empty());
-        assert_eq!(tick(&epochs, 3, &block(6, &[6, 6])).free, [Place::of(9)]);
+        assert_eq!(tick(&epochs, 3, &block(6, &[6, 6])).free, [(Place::of(9), 64)]);
         assert_eq!(epochs.limbo_bytes(), 0);
         assert!(epochs.begin_tick(3, 1).is_none());
     }
@@ -246,6 +246,6 @@ mod tests {
         epochs.retire(Place::of(9), 64);
         epochs.end_tick(&block(5, &[5]), unlinked);
         assert!(tick(&epochs, 2, &block(6, &[6])).free.is_empty());
-        assert_eq!(tick(&epochs, 3, &block(7, &[7])).free, [Place::of(9)]);
+        assert_eq!(tick(&epochs, 3, &block(7, &[7])).free, [(Place::of(9), 64)]);
     }
 }

@@ -1,16 +1,21 @@
-//! A block that an operation writes, before a slot names it.
+//! Blocks that an operation writes, before a slot names them.
+
+use smallvec::SmallVec;
 
 use super::epochs::Epochs;
-use super::{Key, SharedStore};
+use super::look::Hit;
+use super::{Key, Op, SharedStore};
 use crate::blocks::Blocks;
 use crate::environment::Environment;
 use crate::error::Error;
-use crate::layout::block::{self, Head, Kind, string_bytes};
+use crate::layout::block::{self, Block, Head, Kind, VALUE_MAX, string_bytes};
 use crate::layout::class;
 use crate::layout::table::Slot;
-use crate::place::Address;
-use crate::reach::Reach;
-use crate::store::scratch::Scratch;
+use crate::place::{Address, Place};
+use crate::reach::{Reach, Step};
+use crate::store::pieces::{self, Pieces, Places};
+use crate::store::scratch::{Buffers, Scratch};
+use crate::store::trips::Trip;
 
 /// Which clients may know a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,11 +36,8 @@ pub(super) struct Fresh<'s, B: Blocks> {
     pub bytes: Scratch<'s>,
     /// True if the bytes have been written to the block.
     pub is_written: bool,
-    /// Which clients may know the block.
-    pub known: Known,
-    length: u32,
-    blocks: &'s B,
-    epochs: &'s Epochs,
+    /// The block, and the pieces of its value.
+    owned: Owned<'s, B>,
 }
 
 impl<B: Blocks> Fresh<'_, B> {
@@ -43,22 +45,52 @@ impl<B: Blocks> Fresh<'_, B> {
     pub fn write(&self) -> (Address, &[u8]) {
         (self.word.place.at(0), &self.bytes)
     }
+
+    /// Notes which clients may know the block. Returns the state before.
+    pub fn know(&mut self, known: Known) -> Known {
+        std::mem::replace(&mut self.owned.known, known)
+    }
 }
 
-impl<B: Blocks> Drop for Fresh<'_, B> {
+/// Blocks that are freed when the value is dropped, unless a slot names them.
+struct Owned<'s, B: Blocks> {
+    known: Known,
+    list: SmallVec<[(Place, u32); 1]>,
+    blocks: &'s B,
+    epochs: &'s Epochs,
+}
+
+impl<B: Blocks> Drop for Owned<'_, B> {
     fn drop(&mut self) {
-        match self.known {
-            Known::Nobody => self.blocks.release(self.word.place),
-            Known::Readers => self.epochs.retire(self.word.place, self.length),
-            Known::Slot => {}
+        for (place, bytes) in &self.list {
+            match self.known {
+                Known::Nobody => self.blocks.release_bytes(*place, *bytes),
+                Known::Readers => self.epochs.retire(*place, *bytes),
+                Known::Slot => {}
+            }
         }
     }
 }
 
+impl<R: Reach, B: Blocks, E: Environment> Pieces for SharedStore<R, B, E> {
+    fn slab(&self) -> u32 {
+        self.slab
+    }
+
+    fn buffers(&self) -> &Buffers {
+        &self.buffers
+    }
+
+    async fn run(&self, trip: &Trip<'_>, steps: &mut [Step<'_>]) -> Result<(), Error> {
+        Self::run(self, trip, steps).await
+    }
+}
+
 impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
-    /// Allocates and encodes a block for `key` and `value`.
+    /// Allocates and encodes a block for `key` and `value`. Pieces are written, the block is not.
     pub(super) async fn fresh(
         &self,
+        op: &Op<'_>,
         key: &Key<'_>,
         value: &[u8],
         expiry: u64,
@@ -67,15 +99,9 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         if bytes > most {
             return Err(Error::KeyTooLong { bytes, most });
         }
-        let most = self.value_max(bytes);
-        if value.len() > most {
-            return Err(Error::ValueBeyondSlab { bytes: value.len(), most });
+        if value.len() > VALUE_MAX {
+            return Err(Error::ValueTooLong(value.len()));
         }
-        let length = string_bytes(bytes, value.len()) as u32;
-        let Some(code) = class::code(self.slab, length) else {
-            return Err(Error::ValueBeyondSlab { bytes: value.len(), most });
-        };
-        let place = self.allocate(length as usize).await?;
         let head = Head {
             key: bytes as u32,
             value: value.len() as u32,
@@ -84,23 +110,59 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
             upper: key.hash.upper,
             expiry,
         };
-        let mut encoded = self.buffers.take();
-        encoded.resize(length as usize, 0);
-        block::encode(place, &head, key.bytes, &[value], &mut encoded);
-        Ok(Fresh {
-            word: Slot { fingerprint: key.hash.fingerprint(), length: code, place },
-            bytes: encoded,
-            is_written: false,
-            known: Known::Nobody,
-            length,
-            blocks: &self.blocks,
-            epochs: &self.epochs,
-        })
+        let (blocks, epochs) = (&self.blocks, &self.epochs);
+        let mut owned = Owned { known: Known::Nobody, list: SmallVec::new(), blocks, epochs };
+        let mut allocate = async |bytes: u32| {
+            let place = self.allocate(bytes as usize).await?;
+            owned.list.push((place, bytes));
+            Ok(place)
+        };
+        let length = string_bytes(bytes, value.len());
+        let (code, place, encoded) = match pieces::code(self.slab, length) {
+            Some(code) => {
+                let place = allocate(length as u32).await?;
+                let mut encoded = self.buffers.take();
+                encoded.resize(length, 0);
+                block::encode(place, &head, key.bytes, &[value], &mut encoded);
+                (code, place, encoded)
+            }
+            None => {
+                let written =
+                    pieces::write(self, &op.trip, (&head, key.bytes), value, &mut allocate);
+                let (place, encoded) = written.await?;
+                (class::PIECES, place, encoded)
+            }
+        };
+        let word = Slot { fingerprint: key.hash.fingerprint(), length: code, place };
+        Ok(Fresh { word, bytes: encoded, is_written: false, owned })
     }
 
-    /// Notes that no slot names the block of `word` any more.
-    pub(super) fn retire(&self, word: Slot) {
-        let bytes = class::length(self.slab, word.length).unwrap_or(self.slab);
-        self.epochs.retire(word.place, bytes);
+    /// All blocks of the key of `hit`, which was looked up with all places.
+    pub(super) async fn places(
+        &self,
+        op: &Op<'_>,
+        hit: &Hit,
+        buffer: &[u8],
+    ) -> Result<Places, Error> {
+        let place = hit.word.place;
+        if let Some(bytes) = class::length(self.slab, hit.word.length) {
+            return Ok(vec![(place, bytes)]);
+        }
+        let block = self.block(hit, buffer)?;
+        let (mut places, lists) = pieces::list(self, &op.trip, place, &block).await?;
+        places.extend(lists);
+        places.push((place, (block::HEADER_BYTES + block.key.len() + block.rest.len()) as u32));
+        Ok(places)
+    }
+
+    /// The whole block of a hit that was looked up with its value or with all places.
+    pub(super) fn block<'b>(&self, hit: &Hit, buffer: &'b [u8]) -> Result<Block<'b>, Error> {
+        let block = Block::parse(hit.word.place, &buffer[hit.range.clone()]);
+        block.map_err(Error::malformed(hit.word.place.at(0)))
+    }
+
+    /// Notes that no slot names `places` any more.
+    pub(super) fn retire(&self, places: &[(Place, u32)]) {
+        places.iter().for_each(|(place, bytes)| self.epochs.retire(*place, *bytes));
     }
 }

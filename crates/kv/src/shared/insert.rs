@@ -52,24 +52,24 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         };
         let at = self.slot_at(table, slot);
         let (last, tentative) = (fresh.word.word(), fresh.word.word() | TENTATIVE);
-        let known = std::mem::replace(&mut fresh.known, Known::Slot);
+        let known = fresh.know(Known::Slot);
         let mut view = View::new(seen.view.buckets);
         let old = {
             let mut again = self.read_buckets(table, &mut view);
             self.write_and_swap(op, fresh, at, 0, tentative, &mut again).await?
         };
         if old != 0 {
-            fresh.known = known;
+            fresh.know(known);
             return Ok(Tried::Again);
         }
         if view.slot(slot) != tentative || !self.is_only(op, key, seen, &view, twins, slot).await? {
             // Emptied or frozen already, or to be emptied now.
             self.swap(&op.trip, at, tentative, 0).await?;
-            fresh.known = Known::Readers;
+            fresh.know(Known::Readers);
             return Ok(Tried::Again);
         }
         if self.swap(&op.trip, at, tentative, last).await? != tentative {
-            fresh.known = Known::Readers;
+            fresh.know(Known::Readers);
             return Ok(Tried::Again);
         }
         Ok(Tried::Done)

@@ -10,13 +10,14 @@ use super::{Key, Op, SharedStore};
 use crate::blocks::Blocks;
 use crate::environment::Environment;
 use crate::error::Error;
-use crate::layout::block::{Block, HEADER_BYTES, Head};
+use crate::layout::block::{HEADER_BYTES, Head};
 use crate::layout::directory::Entry;
 use crate::layout::table::{BucketWord, Shape, Slot, Spot};
 use crate::layout::{Malformed, class};
 use crate::place::{Address, Place};
 use crate::reach::{Reach, Step};
 use crate::search::{Buckets, View};
+use crate::store::pieces;
 use crate::store::trips::Trip;
 
 /// What an operation needs to know of a key.
@@ -24,6 +25,8 @@ use crate::store::trips::Trip;
 pub(super) enum Want {
     /// Whether the key is there, and its expiry.
     Presence,
+    /// All places that the key occupies, to free them.
+    Places,
     /// The value.
     Value,
 }
@@ -282,22 +285,20 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         Ok(hits)
     }
 
-    /// The value of a hit that was looked up with [`Want::Value`].
-    pub(super) fn value<'b>(&self, hit: &Hit, buffer: &'b [u8]) -> Result<&'b [u8], Error> {
-        let bytes = &buffer[hit.range.clone()];
-        let block = Block::parse(hit.word.place, bytes);
-        Ok(block.map_err(Error::malformed(hit.word.place.at(0)))?.rest)
-    }
-
     fn read_bytes(&self, word: Slot, want: Want, key: usize) -> Result<usize, Error> {
         let at = word.place.at(0);
         let left = self.slab - (at.offset % u64::from(self.slab)) as u32;
-        let whole = class::length(self.slab, word.length).unwrap_or(0) as usize;
+        let whole = pieces::block_bytes(self.slab, word.length, left) as usize;
         if whole > left as usize || whole < HEADER_BYTES {
             let what = Malformed("a slot names bytes beyond a slab");
             return Err(Error::Malformed { at, what });
         }
-        Ok(if want == Want::Value { whole } else { whole.min(HEADER_BYTES + key) })
+        let is_whole = match want {
+            Want::Presence => false,
+            Want::Places => word.length == class::PIECES,
+            Want::Value => true,
+        };
+        Ok(if is_whole { whole } else { whole.min(HEADER_BYTES + key) })
     }
 }
 

@@ -174,9 +174,4 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
     fn key_max(&self) -> usize {
         self.slab as usize / 2 - crate::layout::block::HEADER_BYTES
     }
-
-    /// The longest value of a key of `key` bytes.
-    fn value_max(&self, key: usize) -> usize {
-        self.slab as usize - crate::layout::block::string_bytes(key, 0)
-    }
 }

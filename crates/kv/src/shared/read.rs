@@ -6,6 +6,7 @@ use crate::blocks::Blocks;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::reach::Reach;
+use crate::store::pieces;
 use crate::store::trips::Operation;
 
 impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
@@ -28,7 +29,8 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         let Some(hit) = self.find(&op, &key, Want::Value, &mut buffer).await? else {
             return Ok(None);
         };
-        value.extend_from_slice(self.value(&hit, &buffer)?);
+        let block = self.block(&hit, &buffer)?;
+        pieces::load(self, &op.trip, hit.word.place, &block, value).await?;
         Ok(Some(hit.head.expiry))
     }
 

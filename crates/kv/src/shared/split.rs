@@ -96,12 +96,17 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         let prepared = self.prepare(&split, key.db, whole, &mut places).await;
         if let Err(error) = prepared {
             // Nothing is frozen yet by this client.
-            places.into_iter().for_each(|place| self.blocks.release(place));
+            places.into_iter().for_each(|place| self.free_table(place));
             self.swap(&op.trip, at[0], mine, lock).await?;
             return Err(error);
         }
         self.split(&split, key.db, table, whole, [places[0], places[1]]).await?;
         self.bury(op).await
+    }
+
+    /// Frees a subtable that no word has named.
+    pub(super) fn free_table(&self, place: Place) {
+        self.blocks.release_bytes(place, self.shape.header_bytes());
     }
 
     /// Makes room in the directory, and allocates the new subtables.
@@ -146,7 +151,7 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         drop(steps);
         let before = self.swap(&op.trip, table.at(SUCCESSOR), 0, low.bits()).await?;
         if before != 0 {
-            [low, high].into_iter().for_each(|place| self.blocks.release(place));
+            [low, high].into_iter().for_each(|place| self.free_table(place));
             if let Some(successors) = self.successors(&op.trip, table).await? {
                 self.publish(op, db, table, &successors).await?;
             }

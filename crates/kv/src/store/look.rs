@@ -21,9 +21,6 @@ use crate::table::{Entry, Table};
 /// Expiry of a key whose block is on a memory node that is gone: the key counts as expired.
 pub(super) const GONE: u64 = 1;
 
-/// The longest list of pieces that is read in one READ.
-const LIST_READ: u32 = 64 << 10;
-
 /// What an operation needs to know of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Want {
@@ -262,7 +259,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     ) -> Result<usize, Error> {
         let at = word.place.at(0);
         let left = self.slab - (at.offset % u64::from(self.slab)) as u32;
-        let whole = class::length(self.slab, word.length).unwrap_or(left.min(LIST_READ));
+        let whole = super::pieces::block_bytes(self.slab, word.length, left);
         if whole > left || (whole as usize) < HEADER_BYTES {
             let what = Malformed("a slot names bytes beyond a slab");
             return Err(Error::Malformed { at, what });

@@ -16,6 +16,7 @@ mod look;
 mod many;
 mod merge;
 mod owned;
+pub(crate) mod pieces;
 mod read;
 mod recover;
 mod scan;

@@ -162,8 +162,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     }
 
     pub(super) fn is_in_slab(&self, place: Place, bytes: u32) -> bool {
-        let start = place.at(0).offset % u64::from(self.slab);
-        start + u64::from(bytes) <= u64::from(self.slab)
+        super::pieces::is_in_slab(self.slab, place, bytes)
     }
 
     async fn read_database(
