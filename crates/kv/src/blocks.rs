@@ -2,6 +2,7 @@
 
 use std::future::Future;
 
+use crate::error::Error;
 use crate::place::Place;
 
 /// The reason that no block was allocated.
@@ -70,15 +71,6 @@ pub trait Blocks {
     /// Frees a block that no word in remote memory has named.
     fn release(&self, place: Place);
 
-    /// Frees a block that no word in remote memory names and that no client knows. `bytes`: the
-    /// length for which the block was allocated. A compute node may free blocks of others if the
-    /// allocator is for several compute nodes. Such an allocator needs the length, because it keeps
-    /// no list of all blocks.
-    fn release_bytes(&self, place: Place, bytes: u32) {
-        let _ = bytes;
-        self.release(place);
-    }
-
     /// Frees a block that no word in remote memory names any more, when no pin is left that was
     /// taken before this call.
     fn retire(&self, place: Place);
@@ -105,4 +97,26 @@ pub trait Blocks {
 
     /// The bytes by use.
     fn usage(&self) -> Usage;
+}
+
+/// Allocates blocks for an index that several compute nodes change.
+///
+/// A compute node frees blocks that another one has allocated. The index waits until no compute
+/// node can know a block before it frees the block, so the allocator keeps no readers in mind.
+pub trait SharedBlocks {
+    /// Bytes of a slab: the longest block.
+    fn slab(&self) -> u32;
+
+    /// Allocates a block of at least `bytes`.
+    fn allocate(&self, bytes: u32) -> impl Future<Output = Result<Place, Error>>;
+
+    /// Frees a block. `bytes`: the length for which the block was allocated, rounded up to 32 B or
+    /// not. An allocator without a list of all blocks needs the length.
+    fn release(&self, place: Place, bytes: u32);
+
+    /// Does the work that no operation waits for.
+    fn tend(&self) -> impl Future<Output = Result<(), Error>>;
+
+    /// Gives back what this compute node has taken and not used, before it leaves.
+    fn leave(&self) -> impl Future<Output = Result<(), Error>>;
 }

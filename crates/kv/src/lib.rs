@@ -54,6 +54,7 @@ pub mod memory;
 pub mod place;
 pub mod pooled;
 pub mod reach;
+pub mod region;
 mod search;
 mod shared;
 mod store;

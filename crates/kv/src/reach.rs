@@ -125,6 +125,13 @@ pub trait Reach {
     /// order. After an error, each step may or may not have taken effect.
     fn run(&self, steps: &mut [Step<'_>]) -> impl Future<Output = Result<(), Stopped>>;
 
+    /// A word that the memory node overwrites after this compute node's connection has ended: no
+    /// verb of the compute node takes effect afterwards. The clients of a shared index find out by
+    /// a READ that one of them has ended. `None`: the memory has no such word.
+    fn life(&self) -> Option<Address> {
+        None
+    }
+
     /// True if verbs on the two addresses take effect in the order in which they are posted,
     /// because both use one QP.
     fn ordered(&self, a: Address, b: Address) -> bool;

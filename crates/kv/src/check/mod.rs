@@ -3,6 +3,7 @@
 //! A seed decides the number of clients and keys, the operations, their order, and the faults:
 //! stalls, lost round trips, crashes at any verb. Subtables have two groups, so that they split.
 
+mod allocator;
 mod alone;
 pub mod linear;
 mod shared;

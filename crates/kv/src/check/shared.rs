@@ -8,14 +8,16 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use super::Counts;
+use super::allocator::{Allocator, Shared};
 use super::linear::{Did, History};
 use super::values::{decode, encode, name};
-use crate::memory::{Arena, Client, Faults, Hand, Memory, Seeded, run as run_tasks, turn};
+use crate::blocks::{NoBlock, SharedBlocks};
+use crate::memory::{Client, Faults, Hand, Memory, Seeded, run as run_tasks, turn};
 use crate::shared::{SharedSettings, SharedStore, SplitLock};
 use crate::store::trips::Operation;
 use crate::{Condition, Error, Expiry, Form, SetOptions, Update};
 
-type Store = SharedStore<Arc<Client>, Arena, Arc<Hand>>;
+type Store = SharedStore<Arc<Client>, Allocator, Arc<Hand>>;
 type Task<'a> = Pin<Box<dyn Future<Output = ()> + 'a>>;
 
 const CHUNK: u32 = 4096;
@@ -26,7 +28,7 @@ const EVENTS_MAX: usize = 40;
 struct World {
     seed: u64,
     memory: Arc<Memory>,
-    arena: Arena,
+    shared: Shared,
     hand: Arc<Hand>,
     stores: Vec<Store>,
     history: History,
@@ -102,46 +104,54 @@ pub(super) fn run(seed: u64, counts: &mut Counts) -> Result<(), String> {
     run_tasks(seed, vec![Box::pin(world.empty(is_clean))]);
     match world.wrong.borrow_mut().take() {
         Some(wrong) => Err(wrong),
-        None if world.arena.wrong_frees() > 0 => Err("a block was freed twice".to_owned()),
+        None if world.shared.wrong_frees() > 0 => Err("a block was freed twice".to_owned()),
         None => Ok(()),
+    }
+}
+
+/// Runs one future to its end.
+fn wait<T>(seed: u64, future: impl Future<Output = Result<T, Error>>) -> Result<T, String> {
+    let result = RefCell::new(None);
+    let store = async { *result.borrow_mut() = Some(future.await) };
+    run_tasks(seed, vec![Box::pin(store)]);
+    match result.into_inner() {
+        Some(Ok(value)) => Ok(value),
+        Some(Err(error)) => Err(error.to_string()),
+        None => Err("a future did not end".to_owned()),
     }
 }
 
 impl World {
     fn new(seed: u64, random: &mut Seeded) -> Result<Self, String> {
         let memory = Memory::new(CHUNK);
-        let arena = Arena::new(memory.clone(), 0, 4096);
+        let shared = wait(seed, Shared::new(&memory, random))?;
         let hand = Hand::new(1_700_000_000_000, seed);
         let settings = SharedSettings {
             form: if random.below(2) == 0 { Form::Published } else { Form::Fused },
             groups: Some(2),
             lock: SplitLock::Lease(1 + random.below(20)),
+            suspect_ms: random.below(20),
             attempts: 100_000,
             ..SharedSettings::default()
         };
         let mut stores: Vec<Store> = Vec::new();
         for _ in 0..1 + random.below(4) {
             let client = Arc::new(Client::new(memory.clone(), true));
-            let (arena, hand, settings) = (arena.clone(), hand.clone(), settings.clone());
+            let (hand, settings) = (hand.clone(), settings.clone());
             let root = stores.first().map(Store::root);
-            let opened = RefCell::new(None);
             let open = async {
-                *opened.borrow_mut() = Some(match root {
-                    None => SharedStore::create(client, arena, hand, settings).await,
-                    Some(root) => SharedStore::open(client, arena, hand, settings, root).await,
-                });
+                let blocks = shared.join(&client).await?;
+                match root {
+                    None => SharedStore::create(client, blocks, hand, settings).await,
+                    Some(root) => SharedStore::open(client, blocks, hand, settings, root).await,
+                }
             };
-            run_tasks(seed, vec![Box::pin(open)]);
-            match opened.into_inner() {
-                Some(Ok(store)) => stores.push(store),
-                Some(Err(error)) => return Err(error.to_string()),
-                None => return Err("a store was not opened".to_owned()),
-            }
+            stores.push(wait(seed, open)?);
         }
         Ok(Self {
             seed,
             memory,
-            arena,
+            shared,
             hand,
             stores,
             history: History::default(),
@@ -161,7 +171,9 @@ impl World {
     fn broken(&self, client: usize, error: &Error) -> Option<Broken> {
         match error {
             Error::Stopped(_) if self.stores[client].reach().is_crashed() => Some(Broken::Crashed),
-            Error::Stopped(_) | Error::HeldBack(_) => Some(Broken::Lost),
+            Error::Stopped(_) | Error::HeldBack(_) | Error::NoBlock(NoBlock::Full) => {
+                Some(Broken::Lost)
+            }
             _ => {
                 self.fail(format!("client {client}: {error}"));
                 None
@@ -289,13 +301,17 @@ impl World {
                 let client = random.below(self.stores.len() as u64) as usize;
                 if !self.stores[client].reach().is_crashed() {
                     // A tick may be lost; another follows.
-                    let _ = self.stores[client].tick().await;
+                    let store = &self.stores[client];
+                    let _ = store.tick().await;
+                    if random.below(4) == 0 {
+                        let _ = store.blocks().tend().await;
+                    }
                 }
             }
             for (client, store) in self.stores.iter().enumerate() {
                 if store.reach().is_crashed() && !struck[client] && random.below(100) == 0 {
                     struck[client] = true;
-                    self.memory.write(store.client_word(), &[0; 8]);
+                    store.reach().end_life();
                 }
             }
         }
@@ -311,8 +327,12 @@ impl World {
             ..SharedSettings::default()
         };
         let root = self.stores[0].root();
-        let (arena, hand) = (self.arena.clone(), self.hand.clone());
-        match SharedStore::open(client, arena, hand, settings, root).await {
+        let hand = self.hand.clone();
+        let open = async {
+            let blocks = self.shared.join(&client).await?;
+            SharedStore::open(client, blocks, hand, settings, root).await
+        };
+        match open.await {
             Ok(store) => Some(store),
             Err(error) => {
                 self.fail(format!("opening at the end: {error}"));
@@ -355,7 +375,7 @@ impl World {
         for client in &self.stores {
             client.reach().set_faults(Faults::none(0));
             if client.reach().is_crashed() {
-                self.memory.write(client.client_word(), &[0; 8]);
+                client.reach().end_life();
             }
         }
         let fillers: Vec<u64> = self.fillers.borrow().keys().copied().collect();
@@ -380,10 +400,13 @@ impl World {
                 }
             }
         }
-        let (used, index) = (self.arena.used().len(), store.index_blocks(0).await);
-        match index {
-            Ok(index) if used == index => {}
-            index => self.fail(format!("{used} blocks are in use, the index has {index:?}")),
+        let others = self.stores.iter().map(Store::blocks);
+        let (used, index) = (store.blocks().used(others).await, store.index_blocks(0).await);
+        match (used, index) {
+            (Ok(used), Ok(index)) if used == index => {}
+            (used, index) => {
+                self.fail(format!("{used:?} blocks are in use, the index has {index:?}"));
+            }
         }
     }
 }

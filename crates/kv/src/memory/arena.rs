@@ -6,7 +6,8 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::Memory;
-use crate::blocks::{Blocks, NoBlock, Usage};
+use crate::blocks::{Blocks, NoBlock, SharedBlocks, Usage};
+use crate::error::Error;
 use crate::layout::class;
 use crate::place::{Place, UNIT};
 
@@ -264,6 +265,29 @@ impl Blocks for Arena {
         let limbo = state.retired.iter().map(|(_, place)| size(place)).sum::<u64>();
         let chunks = state.chunks.len() as u64;
         Usage { live: live_without(live, limbo), limbo, held: chunks * u64::from(slab), chunks }
+    }
+}
+
+/// Clones of an arena allocate for several compute nodes.
+impl SharedBlocks for Arena {
+    fn slab(&self) -> u32 {
+        self.memory.chunk()
+    }
+
+    async fn allocate(&self, bytes: u32) -> Result<Place, Error> {
+        Ok(Blocks::allocate(self, 0, bytes).await?)
+    }
+
+    fn release(&self, place: Place, _bytes: u32) {
+        Blocks::release(self, place);
+    }
+
+    async fn tend(&self) -> Result<(), Error> {
+        Ok(())
+    }
+
+    async fn leave(&self) -> Result<(), Error> {
+        Ok(())
     }
 }
 

@@ -18,11 +18,14 @@ pub(crate) use schedule::{GOLDEN, mixed};
 pub use schedule::{Seeded, run, turn};
 
 use crate::environment::Environment;
-use crate::place::Address;
+use crate::place::{Address, UNIT};
 use crate::reach::{Range, Reach, Step, Stopped};
 
 /// End of the addresses of a memory node.
 const END: u64 = 1 << 32;
+
+/// Number of the memory node that has the words of life.
+const LIVES: u8 = 255;
 
 /// Bytes of memory nodes.
 #[derive(Debug, Default)]
@@ -30,6 +33,7 @@ pub struct Memory {
     nodes: Mutex<HashMap<u8, Vec<u8>>>,
     stripes: Mutex<HashMap<(u8, u64), u32>>,
     lost: Mutex<HashSet<u8>>,
+    lives: AtomicU64,
     chunk: u64,
 }
 
@@ -106,6 +110,8 @@ pub struct Client {
     limit: AtomicU64,
     interleaved: bool,
     faults: Mutex<Faults>,
+    /// Address of the word of life.
+    life: Address,
 }
 
 /// Faults of a compute node, by seed.
@@ -154,7 +160,10 @@ impl Client {
         let limit = AtomicU64::new(u64::MAX);
         let faults = Mutex::new(Faults::none(0));
         let (waits, verbs) = (AtomicU64::new(0), AtomicU64::new(0));
-        Self { memory, waits, verbs, limit, interleaved, faults }
+        // Place 0 is none.
+        let number = 1 + memory.lives.fetch_add(1, Ordering::Relaxed);
+        let life = Address { node: LIVES, offset: UNIT * number };
+        Self { memory, waits, verbs, limit, interleaved, faults, life }
     }
 
     /// Gives the compute node faults. Stalls need an interleaved compute node.
@@ -189,6 +198,12 @@ impl Client {
         if !self.is_crashed() {
             self.limit.store(u64::MAX, Ordering::Relaxed);
         }
+    }
+
+    /// Overwrites the compute node's word of life, as a memory node does after a connection has
+    /// ended.
+    pub fn end_life(&self) {
+        self.memory.write(self.life, &[0; 8]);
     }
 
     /// True if the compute node has stopped.
@@ -279,6 +294,10 @@ impl Reach for Arc<Client> {
             turn().await;
         }
         Ok(())
+    }
+
+    fn life(&self) -> Option<Address> {
+        Some(self.life)
     }
 
     fn ordered(&self, a: Address, b: Address) -> bool {

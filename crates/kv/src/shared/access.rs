@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use super::words::PLACE_END;
 use super::{SharedStore, epochs};
-use crate::blocks::Blocks;
+use crate::blocks::SharedBlocks;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::place::{Address, Place};
@@ -15,7 +15,7 @@ use crate::store::trips::{Operation, Trip};
 /// Steps of one round trip.
 pub(super) type Steps<'a> = SmallVec<[Step<'a>; 6]>;
 
-impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
+impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
     /// Executes `steps` in one round trip.
     pub(super) async fn run(&self, trip: &Trip<'_>, steps: &mut [Step<'_>]) -> Result<(), Error> {
         trip.count();
@@ -73,13 +73,13 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
 
     /// Allocates a block that no word names yet.
     pub(super) async fn allocate(&self, bytes: usize) -> Result<Place, Error> {
-        let mut place = self.blocks.allocate(0, bytes as u32).await?;
+        let mut place = self.blocks.allocate(bytes as u32).await?;
         if place.is_none() {
             // Words use place 0 for "none". The block stays allocated, so this happens once.
-            place = self.blocks.allocate(0, bytes as u32).await?;
+            place = self.blocks.allocate(bytes as u32).await?;
         }
         if place.bits() >= PLACE_END {
-            self.blocks.release_bytes(place, bytes as u32);
+            self.blocks.release(place, bytes as u32);
             return Err(Error::Setting("mode `shared` has the memory nodes 0 to 63; use fewer"));
         }
         Ok(place)
@@ -103,9 +103,9 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         let at = self.epochs.epoch_word();
         self.run(&trip, &mut [Step::Read { at, into: &mut block }]).await?;
         aborted.disarm();
-        let found = self.epochs.end_tick(&block, unlinked);
-        found.free.iter().for_each(|(place, bytes)| self.blocks.release_bytes(*place, *bytes));
-        let own = found.own.map(u64::to_be_bytes);
+        let found = self.epochs.end_tick(&block, unlinked, self.settings.suspect_ms);
+        found.free.iter().for_each(|(place, bytes)| self.blocks.release(*place, *bytes));
+        let own = found.own.map(|epoch| self.epochs.own_word(epoch).to_be_bytes());
         let mut before = 0;
         let mut steps = Steps::new();
         if let Some(own) = &own {
@@ -119,24 +119,10 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         if !steps.is_empty() {
             self.run(&trip, &mut steps).await?;
         }
+        for (client, life) in found.suspects {
+            self.examine(client, life).await?;
+        }
         Ok(())
-    }
-
-    /// Strikes client `client`, whose connection the memory node has ended: its epoch holds back no
-    /// unlinked block any more.
-    ///
-    /// The client must not reach remote memory any more. A client that only stalls may know blocks
-    /// that would be used again.
-    pub async fn strike(&self, client: u32) -> Result<(), Error> {
-        let trip = self.counters.begin(Operation::Maintain);
-        let at = self.epochs.client_word(client);
-        self.run(&trip, &mut [Step::Write { at, from: &[0; 8] }]).await
-    }
-
-    /// Leaves the index: ends the client's part in the epochs. Unlinked blocks that other clients
-    /// may read stay allocated.
-    pub async fn leave(self) -> Result<(), Error> {
-        self.strike(self.epochs.client()).await
     }
 }
 

@@ -6,7 +6,7 @@ use super::fresh::{Fresh, Known};
 use super::look::{Among, Hit, Want};
 use super::words::is_frozen;
 use super::{Key, Op, SharedStore};
-use crate::blocks::Blocks;
+use crate::blocks::{NoBlock, SharedBlocks};
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::layout::block::EXPIRY_MAX;
@@ -16,8 +16,12 @@ use crate::store::pieces;
 use crate::store::trips::Operation;
 use crate::store::{Condition, Expiry, Form, Outcome, SetOptions, Update};
 
-/// Ticks for which a change waits until unlinked blocks are free.
-const PATIENCE: usize = 8;
+/// Ticks for which a change waits at least until unlinked blocks are free.
+const TICKS: usize = 8;
+/// Milliseconds for which a change waits until unlinked blocks are free.
+const PATIENCE_MS: u64 = 50;
+/// Maximum number of ticks of this wait.
+const TICKS_MAX: usize = 10_000;
 
 /// One attempt at a change.
 #[derive(Clone, Copy)]
@@ -41,7 +45,7 @@ type Current<'a> = Option<(Option<&'a [u8]>, u64)>;
 /// A value and an expiry that are known before the look-up.
 type Ahead<'v> = Option<(&'v [u8], u64)>;
 
-impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
+impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
     /// Writes a value.
     pub async fn set(
         &self,
@@ -140,17 +144,23 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         ahead: Ahead<'_>,
         mut decide: impl FnMut(Current<'_>) -> Update<'v>,
     ) -> Result<(), Error> {
-        for _ in 0..PATIENCE {
+        let until = self.environment.now().saturating_add(PATIENCE_MS);
+        for tick in 1.. {
             let op = self.begin(kind).await?;
-            match self.change_in(&op, &key, want, ahead, &mut decide).await {
-                Err(Error::HeldBack(_)) => {}
+            let failed = match self.change_in(&op, &key, want, ahead, &mut decide).await {
+                Err(error @ Error::HeldBack(_)) => error,
+                Err(error @ Error::NoBlock(NoBlock::Full)) if self.limbo_bytes() > 0 => error,
                 result => return result,
-            }
+            };
             // Without the operation, which holds back the epoch of this client.
             drop(op);
             self.tick_after(0).await?;
+            let is_late = tick >= TICKS && self.environment.now() >= until;
+            if is_late || tick >= TICKS_MAX {
+                return Err(failed);
+            }
         }
-        Err(Error::HeldBack(self.limbo_bytes()))
+        Ok(())
     }
 
     async fn change_in<'v>(

@@ -2,25 +2,26 @@
 
 use parking_lot::Mutex;
 
-use super::epochs::{Epochs, LINE, client_word, clients_of};
+use super::epochs::{Epochs, LINE, clients_of};
+use super::members::register;
 use super::words::PLACE_END;
 use super::{SharedSettings, SharedStore};
-use crate::blocks::Blocks;
+use crate::blocks::SharedBlocks;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::hash::{Hasher, SECRET_BYTES};
+use crate::layout::put;
 use crate::layout::root::{DATABASES, DirectoryRoot, Fixed, Mode, ROOT_BYTES, Root};
 use crate::layout::table::Shape;
-use crate::layout::{put, word};
 use crate::place::Place;
 use crate::reach::{Reach, Step};
 use crate::store::scratch::Buffers;
 use crate::store::trips::Counters;
 
-/// The first epoch. Words of clients that are there are not 0.
+/// The first epoch. Epochs of clients that are there are not 0.
 const FIRST: u64 = 1;
 
-impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
+impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
     /// Creates an empty index, and its first client. Other clients open the index by
     /// [`SharedStore::root`].
     pub async fn create(
@@ -35,9 +36,9 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         for word in secret.chunks_exact_mut(8) {
             word.copy_from_slice(&environment.secret().to_be_bytes());
         }
-        let place = blocks.allocate(0, ROOT_BYTES as u32).await?;
+        let place = blocks.allocate(ROOT_BYTES as u32).await?;
         let lines = LINE * (1 + clients_of(slab));
-        let epochs = blocks.allocate(0, lines as u32).await?;
+        let epochs = blocks.allocate(lines as u32).await?;
         let fixed = Fixed {
             mode: Mode::Shared,
             stripe_bits: 0,
@@ -84,7 +85,7 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
         if place.bits() >= PLACE_END || block.bits() >= PLACE_END {
             return Err(Error::Setting("mode `shared` has the memory nodes 0 to 63; use fewer"));
         }
-        let client = register(&reach, block, slab).await?;
+        let client = register(&reach, block, slab, environment.random()).await?;
         let epochs = Epochs::new(block, client, slab, environment.now());
         Ok(Self {
             reach,
@@ -111,22 +112,4 @@ fn shape_of(root: &Root, slab: u32) -> Result<Shape, Error> {
     }
     let shape = Shape::new(root.fixed.groups.into(), slab).filter(|shape| shape.pieces == 0);
     shape.ok_or(Error::Setting("a subtable fits no slab; use fewer groups or larger chunks"))
-}
-
-/// Takes a word in the block of epochs. Returns the number of the client.
-async fn register<R: Reach>(reach: &R, block: Place, slab: u32) -> Result<u32, Error> {
-    let clients = clients_of(slab);
-    let mut bytes = vec![0; LINE * (1 + clients)];
-    reach.run(&mut [Step::Read { at: block.at(0), into: &mut bytes }]).await?;
-    let epoch = word(&bytes, 0);
-    for client in (0..clients).filter(|client| word(&bytes, LINE * (1 + client)) == 0) {
-        let mut old = 0;
-        let at = client_word(block, client as u32);
-        let cas = Step::Cas { at, expected: 0, new: epoch, old: &mut old };
-        reach.run(&mut [cas]).await?;
-        if old == 0 {
-            return Ok(client as u32);
-        }
-    }
-    Err(Error::TooManyClients(clients))
 }

@@ -9,7 +9,7 @@
 use super::access::Steps;
 use super::words::DOUBLING;
 use super::{Op, SharedStore};
-use crate::blocks::Blocks;
+use crate::blocks::SharedBlocks;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::layout::directory::{Entry, Sizes, parse_header};
@@ -71,7 +71,7 @@ impl Directory {
     }
 }
 
-impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
+impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
     /// The cached directory word of a key. `None`: no directory is cached.
     pub(super) fn named(&self, op: &Op<'_>, db: u8, upper: u64) -> Option<Named> {
         let directory = self.directory(db).lock();

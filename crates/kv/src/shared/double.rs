@@ -10,7 +10,7 @@
 use super::access::Steps;
 use super::words::{DOUBLING, next_root};
 use super::{Op, SharedStore};
-use crate::blocks::Blocks;
+use crate::blocks::SharedBlocks;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::hash::DEPTH_MAX;
@@ -39,7 +39,7 @@ impl NewDirectory {
     }
 }
 
-impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
+impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
     /// Doubles the directory until its depth is at least `wanted`.
     pub(super) async fn double(&self, op: &Op<'_>, db: u8, wanted: u32) -> Result<(), Error> {
         if wanted > DEPTH_MAX {
@@ -99,9 +99,9 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
 
     /// Frees a directory that no word has named.
     fn free_directory(&self, new: &NewDirectory) {
-        self.blocks.release_bytes(new.header, new.sizes.header_bytes() as u32);
+        self.blocks.release(new.header, new.sizes.header_bytes() as u32);
         for (i, piece) in new.pieces.iter().enumerate() {
-            self.blocks.release_bytes(*piece, new.sizes.piece_bytes(i) as u32);
+            self.blocks.release(*piece, new.sizes.piece_bytes(i) as u32);
         }
     }
 
@@ -142,7 +142,7 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
                 Ok(place) => places.push((place, bytes)),
                 Err(error) => {
                     let free = |(place, bytes): &(Place, usize)| {
-                        self.blocks.release_bytes(*place, *bytes as u32);
+                        self.blocks.release(*place, *bytes as u32);
                     };
                     places.iter().for_each(free);
                     return Err(error);

@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 use super::epochs::Epochs;
 use super::look::Hit;
 use super::{Key, Op, SharedStore};
-use crate::blocks::Blocks;
+use crate::blocks::SharedBlocks;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::layout::block::{self, Block, Head, Kind, VALUE_MAX, string_bytes};
@@ -29,7 +29,7 @@ pub(super) enum Known {
 }
 
 /// A block that no slot names for good. Freed when the value is dropped.
-pub(super) struct Fresh<'s, B: Blocks> {
+pub(super) struct Fresh<'s, B: SharedBlocks> {
     /// The slot's word.
     pub word: Slot,
     /// The block's bytes.
@@ -40,7 +40,7 @@ pub(super) struct Fresh<'s, B: Blocks> {
     owned: Owned<'s, B>,
 }
 
-impl<B: Blocks> Fresh<'_, B> {
+impl<B: SharedBlocks> Fresh<'_, B> {
     /// Address and bytes of the block.
     pub fn write(&self) -> (Address, &[u8]) {
         (self.word.place.at(0), &self.bytes)
@@ -53,18 +53,18 @@ impl<B: Blocks> Fresh<'_, B> {
 }
 
 /// Blocks that are freed when the value is dropped, unless a slot names them.
-struct Owned<'s, B: Blocks> {
+struct Owned<'s, B: SharedBlocks> {
     known: Known,
     list: SmallVec<[(Place, u32); 1]>,
     blocks: &'s B,
     epochs: &'s Epochs,
 }
 
-impl<B: Blocks> Drop for Owned<'_, B> {
+impl<B: SharedBlocks> Drop for Owned<'_, B> {
     fn drop(&mut self) {
         for (place, bytes) in &self.list {
             match self.known {
-                Known::Nobody => self.blocks.release_bytes(*place, *bytes),
+                Known::Nobody => self.blocks.release(*place, *bytes),
                 Known::Readers => self.epochs.retire(*place, *bytes),
                 Known::Slot => {}
             }
@@ -72,7 +72,7 @@ impl<B: Blocks> Drop for Owned<'_, B> {
     }
 }
 
-impl<R: Reach, B: Blocks, E: Environment> Pieces for SharedStore<R, B, E> {
+impl<R: Reach, B: SharedBlocks, E: Environment> Pieces for SharedStore<R, B, E> {
     fn slab(&self) -> u32 {
         self.slab
     }
@@ -86,7 +86,7 @@ impl<R: Reach, B: Blocks, E: Environment> Pieces for SharedStore<R, B, E> {
     }
 }
 
-impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
+impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
     /// Allocates and encodes a block for `key` and `value`. Pieces are written, the block is not.
     pub(super) async fn fresh(
         &self,

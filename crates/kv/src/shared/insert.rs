@@ -15,7 +15,7 @@ use super::fresh::{Fresh, Known};
 use super::look::{Among, Hit, Seen, Want, is_same_block};
 use super::words::{TENTATIVE, is_frozen, is_tentative};
 use super::{Key, Op, SharedStore};
-use crate::blocks::Blocks;
+use crate::blocks::SharedBlocks;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::reach::Reach;
@@ -24,7 +24,7 @@ use crate::search::View;
 /// Attempts after which a client empties a tentative slot of another client.
 const PATIENCE: u32 = 3;
 
-impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
+impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
     /// Inserts a key that is in no final slot of `seen`. `twins`: tentative slots of the same key.
     pub(super) async fn insert(
         &self,

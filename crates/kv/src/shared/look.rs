@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use super::access::Steps;
 use super::words::{DOUBLING, FROZEN, is_frozen, is_tentative, slot_of};
 use super::{Key, Op, SharedStore};
-use crate::blocks::Blocks;
+use crate::blocks::SharedBlocks;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::layout::block::{HEADER_BYTES, Head};
@@ -86,7 +86,7 @@ impl Successors {
 /// What is read in the header of a subtable: from the bucket word to the upper successor.
 const HEADER_READ: usize = 56;
 
-impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
+impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
     /// Where the subtable at `table` lies.
     pub(super) fn spot(&self, table: Place) -> Spot {
         Spot { header: table, pieces: Vec::new(), shape: self.shape }

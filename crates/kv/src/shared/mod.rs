@@ -24,6 +24,7 @@ mod epochs;
 mod fresh;
 mod insert;
 mod look;
+mod members;
 mod read;
 mod scan;
 mod split;
@@ -34,7 +35,7 @@ use parking_lot::Mutex;
 
 use self::directory::Directory;
 use self::epochs::{Epochs, Running};
-use crate::blocks::Blocks;
+use crate::blocks::SharedBlocks;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::hash::{Hasher, KeyHash};
@@ -67,6 +68,9 @@ pub struct SharedSettings {
     pub lock: SplitLock,
     /// Milliseconds between two ticks of the epochs.
     pub tick_ms: u64,
+    /// Milliseconds for which a client may hold the epochs back until the others read whether its
+    /// connection lives.
+    pub suspect_ms: u64,
     /// No split begins while more bytes than this wait for the epochs of other clients.
     pub limbo_max: u64,
     /// Attempts of one operation, of which each waits for another client.
@@ -80,6 +84,7 @@ impl Default for SharedSettings {
             groups: None,
             lock: SplitLock::Lease(10),
             tick_ms: 1,
+            suspect_ms: 20,
             limbo_max: 4 << 20,
             attempts: 1_000_000,
         }
@@ -122,7 +127,7 @@ struct Op<'a> {
     running: Running<'a>,
 }
 
-impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
+impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
     /// Place of the root.
     pub fn root(&self) -> Place {
         self.root

@@ -2,14 +2,14 @@
 
 use super::look::{Among, Hit, Want};
 use super::{Key, Op, SharedStore};
-use crate::blocks::Blocks;
+use crate::blocks::SharedBlocks;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::reach::Reach;
 use crate::store::pieces;
 use crate::store::trips::Operation;
 
-impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
+impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
     /// Reads a value. `None`: the key is not there.
     pub async fn get(&self, db: u8, key: &[u8]) -> Result<Option<Vec<u8>>, Error> {
         let mut value = Vec::new();

@@ -5,7 +5,7 @@
 use super::look::Seen;
 use super::words::{is_tentative, slot_of};
 use super::{Op, SharedStore};
-use crate::blocks::Blocks;
+use crate::blocks::SharedBlocks;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::layout::block::Block;
@@ -17,7 +17,7 @@ use crate::search::{Buckets, slots_of};
 use crate::store::trips::Operation;
 use crate::store::{Cursor, Scanned};
 
-impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
+impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
     /// Returns at least `count` keys from `cursor` on, unless the scan ends before. A bucket is
     /// never divided over two steps. A key that is there all the time is returned at least once.
     pub async fn scan(&self, db: u8, cursor: Cursor, count: usize) -> Result<Scanned, Error> {

@@ -22,7 +22,7 @@ use super::words::{
     slot_of,
 };
 use super::{Key, Op, SharedStore, SplitLock};
-use crate::blocks::Blocks;
+use crate::blocks::SharedBlocks;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::hash::DEPTH_MAX;
@@ -52,7 +52,7 @@ pub(super) fn halves(word: BucketWord) -> [BucketWord; 2] {
     [low, BucketWord { prefix: word.prefix | 1 << (48 - depth), ..low }]
 }
 
-impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
+impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
     /// Brings a split of `table` forward, or begins one if `is_full`. Returns after one step if
     /// another client has the lock.
     pub(super) async fn help_split(
@@ -106,7 +106,7 @@ impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
 
     /// Frees a subtable that no word has named.
     pub(super) fn free_table(&self, place: Place) {
-        self.blocks.release_bytes(place, self.shape.header_bytes());
+        self.blocks.release(place, self.shape.header_bytes());
     }
 
     /// Makes room in the directory, and allocates the new subtables.

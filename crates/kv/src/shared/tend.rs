@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::SharedStore;
-use crate::blocks::Blocks;
+use crate::blocks::SharedBlocks;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::layout::directory::Entry;
@@ -11,7 +11,7 @@ use crate::place::Address;
 use crate::reach::Reach;
 use crate::store::trips::Operation;
 
-impl<R: Reach, B: Blocks, E: Environment> SharedStore<R, B, E> {
+impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
     /// Ticks, and retires the subtables of database `db` that this client has split and that no
     /// directory names any more.
     pub async fn settle(&self, db: u8) -> Result<(), Error> {
