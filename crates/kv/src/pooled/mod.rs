@@ -9,6 +9,7 @@
 
 mod lists;
 mod nodes;
+mod whole;
 
 use std::collections::HashSet;
 use std::sync::{Arc, OnceLock};
@@ -23,6 +24,7 @@ use verbs::{Nic, executor};
 use self::lists::{LIST, Located, Part, divide, is_one_list, is_one_qp, join, stopped, to_pool};
 use self::nodes::Node;
 pub use self::nodes::{NodeGrant, Nodes};
+pub use self::whole::{RegionKeeper, SharedPoolStore, WholePool};
 
 use crate::blocks::{Blocks, NoBlock, Usage};
 use crate::layout::class;

@@ -15,6 +15,7 @@ use crate::layout::root::{DATABASES, DirectoryRoot, Fixed, Mode, ROOT_BYTES, Roo
 use crate::layout::table::Shape;
 use crate::place::Place;
 use crate::reach::{Reach, Step};
+use crate::region::RegionBlocks;
 use crate::store::scratch::Buffers;
 use crate::store::trips::Counters;
 
@@ -102,6 +103,34 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
             buffers: Buffers::default(),
             counters: Counters::default(),
         })
+    }
+}
+
+impl<R: Reach + Clone, E: Environment + Clone> SharedStore<R, RegionBlocks<R>, E> {
+    /// Opens the index of the region at `region`, and creates an empty one if the region has none.
+    ///
+    /// Each client of the index joins, whichever comes first.
+    pub async fn join(
+        reach: R,
+        environment: E,
+        settings: SharedSettings,
+        region: Place,
+    ) -> Result<Self, Error> {
+        let blocks = RegionBlocks::join(reach.clone(), region).await?;
+        if let Some(root) = blocks.root().await? {
+            return Self::open(reach, blocks, environment, settings, root).await;
+        }
+        let created =
+            Self::create(reach.clone(), blocks, environment.clone(), settings.clone()).await?;
+        let root = created.blocks.set_root(created.root).await?;
+        if root == created.root {
+            return Ok(created);
+        }
+        // Another client was faster, and no client knows this index.
+        let blocks = created.blocks;
+        blocks.release(created.root, ROOT_BYTES as u32);
+        blocks.release(created.epochs.place(), created.epochs.block_bytes() as u32);
+        Self::open(reach, blocks, environment, settings, root).await
     }
 }
 

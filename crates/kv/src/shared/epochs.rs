@@ -136,6 +136,11 @@ impl Epochs {
         self.client
     }
 
+    /// Place of the block of epochs.
+    pub fn place(&self) -> Place {
+        self.block
+    }
+
     /// Address of the epoch.
     pub fn epoch_word(&self) -> Address {
         self.block.at(0)

@@ -16,6 +16,7 @@
 //! round trip more here.
 
 mod access;
+mod blocking;
 mod change;
 mod create;
 mod directory;

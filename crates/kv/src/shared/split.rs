@@ -39,7 +39,7 @@ const PENDING: usize = 8;
 /// A subtable that was split by this client, and that a directory may name still.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Old {
-    db: u8,
+    pub db: u8,
     table: Place,
     word: BucketWord,
     new: [(BucketWord, Place); 2],

@@ -12,6 +12,20 @@ use crate::reach::Reach;
 use crate::store::trips::Operation;
 
 impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
+    /// Does the work that no operation waits for: ticks, retires subtables that this client has
+    /// split, and gives free blocks back.
+    ///
+    /// A background task of each client calls this once in about 10 ms, also while the client runs
+    /// no operations. Otherwise no unlinked block of another client becomes free.
+    pub async fn tend(&self) -> Result<(), Error> {
+        self.tick_after(self.settings.tick_ms).await?;
+        let databases: BTreeSet<u8> = self.split.lock().iter().map(|old| old.db).collect();
+        for db in databases {
+            self.settle(db).await?;
+        }
+        self.blocks.tend().await
+    }
+
     /// Ticks, and retires the subtables of database `db` that this client has split and that no
     /// directory names any more.
     pub async fn settle(&self, db: u8) -> Result<(), Error> {
