@@ -168,6 +168,76 @@ fn crashed(world: &World, verbs: u64, settings: &SharedSettings) -> (Shared, Vec
     (store, written)
 }
 
+/// A value in pieces takes one round trip more, and two if its list continues.
+#[test]
+fn long_values_lie_in_pieces() {
+    for form in [Form::Published, Form::Fused] {
+        let world = World::new();
+        let (client, store) = world.create(World::settings(form, 21));
+        for (length, more) in [(4000, 0), (5000, 1), (3_000_000, 2)] {
+            let value: Vec<u8> = (0..length).map(|i: u32| (i * 7 + length) as u8).collect();
+            let set = store.set(0, b"key", &value, SetOptions::default());
+            assert!(block_on(set).expect("a write").is_set);
+            let before = client.waits();
+            let found = block_on(store.get(0, b"key")).expect("a read");
+            assert_eq!(client.waits() - before, 2 + more, "{form:?}: {length}");
+            assert!(found.as_deref() == Some(&value[..]), "{form:?}: {length}");
+            let longer = |value: Option<&[u8]>, _| {
+                let value = value.expect("the key is there");
+                Update::Put(Cow::Owned([value, b"+"].concat()), Expiry::Keep)
+            };
+            block_on(store.update(0, b"key", longer)).expect("an update");
+            assert!(block_on(store.expire(0, b"key", BEGIN + 5, |_| true)).expect("a change"));
+            let found = block_on(store.get(0, b"key")).expect("a read").expect("a value");
+            assert!(found.len() == value.len() + 1 && found.starts_with(&value));
+        }
+        assert!(block_on(store.delete(0, b"key")).expect("a deletion"));
+        for _ in 0..3 {
+            world.hand.advance(1);
+            block_on(store.tick()).expect("a tick");
+        }
+        let index = block_on(store.index_blocks(0)).expect("a read");
+        assert_eq!((store.limbo_bytes(), world.arena.used().len()), (0, index));
+    }
+}
+
+/// A client that ended without leaving holds blocks back until its connection has ended.
+#[test]
+fn client_that_has_ended_is_struck_by_the_others() {
+    let world = World::new();
+    let settings = World::settings(Form::Fused, 21);
+    let (_, store) = world.create(settings.clone());
+    let (gone, other) = world.open(&store, settings.clone());
+    let line = other.client();
+    drop(other);
+    let set = || block_on(store.set(0, b"key", b"value", SetOptions::default()));
+    let pass = || {
+        for _ in 0..100 {
+            world.hand.advance(1);
+            block_on(store.tick()).expect("a tick");
+        }
+    };
+    for _ in 0..3 {
+        set().expect("a write");
+        pass();
+    }
+    assert!(store.limbo_bytes() > 0);
+    gone.end_life();
+    pass();
+    assert_eq!(store.limbo_bytes(), 0);
+    // The line has a new client, which the end of the former one does not concern.
+    let (_, next) = world.open(&store, settings);
+    assert_eq!(next.client(), line);
+    set().expect("a write");
+    pass();
+    assert!(store.limbo_bytes() > 0);
+    for _ in 0..4 {
+        block_on(next.tick()).expect("a tick");
+        pass();
+    }
+    assert_eq!(store.limbo_bytes(), 0);
+}
+
 /// The first client crashes at each verb, also in a split; the second one goes on after the lease.
 #[test]
 fn client_may_crash_at_any_verb() {
@@ -239,16 +309,23 @@ fn seeds_that_found_a_defect_find_none() {
     }
 }
 
-#[test]
-fn runs_are_linearizable() {
-    for case in Case::ALL {
-        let mut counts = Counts::default();
-        for seed in 0..seeds() / 4 {
-            let outcome = kv::check::run(case, seed);
-            assert_eq!(outcome.violation, None, "{case}: seed {seed}");
-            counts.add(&outcome.counts);
-        }
-        assert!(counts.splits > seeds() / 4 && counts.crashes > 0, "{case}: {counts:?}");
-        println!("{case}: {counts:?}");
+fn check_runs(case: Case, runs: u64) {
+    let mut counts = Counts::default();
+    for seed in 0..runs {
+        let outcome = kv::check::run(case, seed);
+        assert_eq!(outcome.violation, None, "{case}: seed {seed}");
+        counts.add(&outcome.counts);
     }
+    assert!(counts.splits > runs && counts.crashes > 0, "{case}: {counts:?}");
+    println!("{case}: {counts:?}");
+}
+
+#[test]
+fn runs_of_one_owner_are_linearizable() {
+    check_runs(Case::Alone, seeds() / 2);
+}
+
+#[test]
+fn runs_of_several_clients_are_linearizable() {
+    check_runs(Case::Shared, seeds());
 }
