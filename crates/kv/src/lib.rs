@@ -31,6 +31,42 @@
 //! The caller's background task calls [`Store::sweep`], [`Store::merge`], [`Store::compact`] and
 //! [`Blocks::tend`](blocks::Blocks::tend).
 //!
+//! # Several compute nodes
+//!
+//! A [`Store`] is the only owner of its index. A [`SharedStore`] is one of several clients that
+//! change one index at once. They need a pool of scheme `shared-region`, in which every compute
+//! node reaches all memory, and a [`RegionKeeper`](pooled::RegionKeeper), which owns the chunks.
+//!
+//! ```
+//! use kv::environment::System;
+//! use kv::pooled::{RegionKeeper, SharedPoolStore, WholePool};
+//! use kv::{SetOptions, SharedSettings};
+//! use pool::{EmbeddedNode, GroupId, Options, Pool};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let scheme = pool::schemes::find("shared-region")?;
+//! let settings = pool::Settings {
+//!     donate_bytes: 8 << 20,
+//!     chunk_bytes: 64 << 10,
+//!     scheme,
+//!     ..Default::default()
+//! };
+//! let node = EmbeddedNode::start(&settings)?.into();
+//! let connect = || Pool::embedded_in(&node, Options::default());
+//! let keeper = RegionKeeper::start_blocking(connect()?, 0, 100)?;
+//! let client = || -> Result<SharedPoolStore, Box<dyn std::error::Error>> {
+//!     let memory = WholePool::new_blocking(connect()?, 0, GroupId(0))?;
+//!     let settings = SharedSettings::default();
+//!     Ok(SharedPoolStore::join_blocking(memory, System, settings, keeper.region())?)
+//! };
+//! let (one, two) = (client()?, client()?);
+//!
+//! one.set_blocking(0, b"key", b"value", SetOptions::default())?;
+//! assert_eq!(two.get_blocking(0, b"key")?.as_deref(), Some(&b"value"[..]));
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! # Parts
 //!
 //! | module | content |
@@ -39,6 +75,9 @@
 //! | [`reach`], [`blocks`], [`environment`] | what the store needs |
 //! | `store` | the operations |
 //! | `table`, `search`, `uses` | what a compute node knows of a subtable; buckets of a key; uses of keys |
+//! | `shared` | the operations on an index that several compute nodes change |
+//! | [`region`] | the allocator that these compute nodes share |
+//! | [`check`] | runs of both modes by seed, checked for linearizability |
 //! | `ticket`, `gate` | order of operations on a key; writers and splits of a subtable |
 
 #![forbid(unsafe_code)]

@@ -42,7 +42,7 @@ impl Scene {
         let settings = pool::Settings {
             donate_bytes: CHUNKS * CHUNK,
             chunk_bytes: CHUNK,
-            scheme: *schemes::ALL.iter().find(|scheme| scheme.name == "shared-region").unwrap(),
+            scheme: schemes::find("shared-region").unwrap(),
             ..pool::Settings::default()
         };
         let service = Service::start(&settings, &Endpoint::At(socket.clone())).unwrap();
@@ -79,7 +79,9 @@ impl Scene {
 
 impl Drop for Scene {
     fn drop(&mut self) {
-        self.service.take().map(Service::stop);
+        if let Some(service) = self.service.take() {
+            service.stop();
+        }
         let _ = std::fs::remove_dir_all(&self.directory);
     }
 }
@@ -90,7 +92,7 @@ fn options() -> Options {
 
 fn client(socket: &std::path::Path, region: Place, form: Form) -> SharedPoolStore {
     let pool = Pool::connect(socket, options()).unwrap();
-    let memory = block_on(WholePool::new(pool, 0, GroupId(0))).unwrap();
+    let memory = WholePool::new_blocking(pool, 0, GroupId(0)).unwrap();
     SharedPoolStore::join_blocking(memory, System, settings(form), region).unwrap()
 }
 
@@ -190,7 +192,7 @@ fn client_process() {
     let words: Vec<&str> = role.splitn(3, ' ').collect();
     let [me, region, socket] = words.as_slice() else { panic!("{role}") };
     let (me, region): (u64, u64) = (me.parse().unwrap(), region.parse().unwrap());
-    let form = if me % 2 == 0 { Form::Fused } else { Form::Published };
+    let form = if me.is_multiple_of(2) { Form::Fused } else { Form::Published };
     let store = client(socket.as_ref(), Place::of(region), form);
     let mut out = std::io::stdout().lock();
     let mut say = |line: String| {
@@ -217,7 +219,7 @@ fn client_process() {
             }
             Err(error) => return say(format!("wrong {error}")),
         }
-        if step % 16 == 0 {
+        if step.is_multiple_of(16) {
             store.tend_blocking().unwrap();
             for (key, expected) in &written {
                 let found = store.get_blocking(0, &self::name(me, *key)).unwrap();
@@ -225,7 +227,7 @@ fn client_process() {
                 if found != *expected {
                     return say(format!("wrong key {key}: {found}, not {expected}"));
                 }
-                if step % 512 != 0 {
+                if !step.is_multiple_of(512) {
                     break;
                 }
             }
@@ -254,7 +256,7 @@ fn work(store: &SharedPoolStore, me: u64, first: u64, enough: impl Fn(u64) -> bo
     while !enough(step) {
         let key = step % 500;
         store.set_blocking(0, &name(me, key), &value(step), SetOptions::default()).unwrap();
-        if step % 16 == 0 {
+        if step.is_multiple_of(16) {
             store.tend_blocking().unwrap();
         }
         step += 1;

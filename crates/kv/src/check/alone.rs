@@ -19,7 +19,7 @@ type Task<'a> = Pin<Box<dyn Future<Output = ()> + 'a>>;
 const CHUNK: u32 = 4096;
 const CHUNKS: u64 = 1 << 16;
 
-/// What the tasks of a run have seen.
+/// The observations of the tasks of a run.
 #[derive(Default)]
 struct World {
     history: History,

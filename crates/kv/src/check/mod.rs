@@ -11,7 +11,7 @@ mod values;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// What is checked.
+/// The subject of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Case {
     /// Tasks of one owner, and its successor after a crash.

@@ -195,7 +195,7 @@ impl World {
             let number = task << 32 | step << 16 | random.below(1000);
             let begin = self.history.tick();
             let (bytes, value) = (name(key), encode(number));
-            // What the history has, with and without an answer.
+            // The entry of the history, with and without an answer.
             let (did, open) = match random.below(12) {
                 0..=3 => {
                     let read = store.get(0, &bytes).await;

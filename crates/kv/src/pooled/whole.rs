@@ -71,6 +71,11 @@ impl<N: Nic> WholePool<N> {
         Ok(Self { shared: Arc::new(Shared { pool, whole, node, life }) })
     }
 
+    /// [`WholePool::new`], blocking.
+    pub fn new_blocking(pool: Pool<N>, node: u8, group: GroupId) -> Result<Self, Error> {
+        block_on(Self::new(pool, node, group))
+    }
+
     /// The pool.
     pub fn pool(&self) -> &Pool<N> {
         &self.shared.pool

@@ -177,7 +177,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_header_parses_or_is_refused(mut bytes in vec(any::<u8>(), 64..200), magic in any::<bool>()) {
+        fn any_header_parses_or_is_refused(
+            mut bytes in vec(any::<u8>(), 64..200), magic in any::<bool>(),
+        ) {
             if magic {
                 put(&mut bytes, 0, MAGIC);
                 put(&mut bytes, 8, 4096);

@@ -8,13 +8,13 @@
 //!
 //! | step | why no block has two owners |
 //! | --- | --- |
-//! | CAS of a word of bits to 0 | each bit has one taker; the state is read behind the CAS, since the chunk may have been divided anew |
+//! | CAS of a word of bits to 0 | each bit has one taker; the state is read behind the CAS, since the chunk may have another class by now |
 //! | CAS of the state, free to a class | all bits are 0, so all blocks belong to the winner |
 //! | CAS of the state, a class to free | only by a compute node that has all blocks of the chunk |
 //! | addition of bits | only the owner of a block sets its bit |
 //!
 //! A compute node that crashes loses the blocks that it has taken and not used, and the unlinked
-//! blocks that waited for the epochs of others. Nobody else loses a block.
+//! blocks that waited for the epochs of others. No other compute node loses a block.
 
 mod layout;
 
@@ -56,7 +56,7 @@ struct Local {
     cursor: u64,
 }
 
-/// What a region has, counted without a lock: exact only while no compute node works.
+/// Numbers of chunks and blocks of a region. Exact only while no compute node works.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RegionUsage {
     /// Chunks of the region, without those of header and table.

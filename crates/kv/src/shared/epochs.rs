@@ -47,7 +47,7 @@ pub(super) fn clients_of(slab: u32) -> usize {
     (slab as usize / LINE).saturating_sub(1).min(CLIENTS)
 }
 
-/// What one client knows of epochs.
+/// The epochs as one client knows them.
 #[derive(Debug)]
 pub(super) struct Epochs {
     block: Place,
@@ -99,7 +99,7 @@ impl Drop for Running<'_> {
     }
 }
 
-/// What a tick found in remote memory.
+/// The findings of a tick in remote memory.
 pub(super) struct Found {
     /// The epoch.
     pub epoch: u64,

@@ -83,7 +83,7 @@ impl Successors {
     }
 }
 
-/// What is read in the header of a subtable: from the bucket word to the upper successor.
+/// Bytes that are read of the header of a subtable: from the bucket word to the upper successor.
 const HEADER_READ: usize = 56;
 
 impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {

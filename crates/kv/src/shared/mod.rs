@@ -96,7 +96,10 @@ impl Default for SharedSettings {
 ///
 /// Operations of one client and of several are linearizable for each key. If a round trip breaks
 /// off, the operation returns [`Error::Stopped`] and may or may not have taken effect; the client
-/// can go on.
+/// can go on. A client that ends at any verb loses nothing that any client has written.
+///
+/// Each client must call [`SharedStore::tend`] once in about 10 ms, also while it is idle.
+/// [`crate`] has an example.
 pub struct SharedStore<R, B, E> {
     reach: R,
     blocks: B,

@@ -2,8 +2,8 @@
 //! that a split uses.
 //!
 //! ```text
-//! slot        63 fingerprint 56 | 55 length 48 | 47 frozen | 46 tentative | 45 place of the block 0
-//! root word   63 depth 58 | 57 doubling | 56 0 | 55 version 48 | 47 place of the directory 0
+//! slot       63 fingerprint 56 | 55 length 48 | 47 frozen | 46 tentative | 45 place of the block 0
+//! root word  63 depth 58 | 57 doubling | 56 0 | 55 version 48 | 47 place of the directory 0
 //! header of a subtable, behind the words of mode `alone`:
 //!             +24 lock: 63 client 48 | 47 end of the lease in ms since 1970 0      0 = not locked
 //!             +32 place of the lower successor, 0 = the subtable is not split
