@@ -117,6 +117,11 @@ pub trait SharedBlocks {
     /// Does the work that no operation waits for.
     fn tend(&self) -> impl Future<Output = Result<(), Error>>;
 
+    /// Frees all blocks but `used`, which are all that the index names: their places, and the bytes
+    /// for which they were allocated. Returns the number of blocks that were not free before. No
+    /// compute node but this one allocates or frees meanwhile.
+    fn rebuild(&self, used: &[(Place, u32)]) -> impl Future<Output = Result<u64, Error>>;
+
     /// Gives back what this compute node has taken and not used, before it leaves.
     fn leave(&self) -> impl Future<Output = Result<(), Error>>;
 }

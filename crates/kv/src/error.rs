@@ -49,6 +49,11 @@ pub enum Error {
     /// The value is too long.
     #[error("writing a value of {0} bytes: at most 512 MiB are possible; split the value")]
     ValueTooLong(usize),
+    /// A call that needs to be the only client has found another one.
+    #[error(
+        "collecting blocks of a shared store: client {0} has not ended; let all other clients leave"
+    )]
+    NotAlone(u32),
     /// An operation of a shared store has waited for other clients too long.
     #[error(
         "using a shared store: another client blocks the key's subtable; if that client has \

@@ -105,6 +105,13 @@ impl SharedBlocks for Allocator {
         }
     }
 
+    async fn rebuild(&self, used: &[(Place, u32)]) -> Result<u64, Error> {
+        match self {
+            Self::Arena(arena) => arena.rebuild(used).await,
+            Self::Region(region) => region.rebuild(used).await,
+        }
+    }
+
     async fn leave(&self) -> Result<(), Error> {
         match self {
             Self::Arena(arena) => arena.leave().await,

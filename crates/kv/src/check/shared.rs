@@ -390,6 +390,7 @@ impl World {
             }
         }
         if !is_clean {
+            self.collect(store).await;
             return;
         }
         for _ in 0..12 {
@@ -400,7 +401,64 @@ impl World {
                 }
             }
         }
-        let others = self.stores.iter().map(Store::blocks);
+        self.check_used(&store, self.stores.iter()).await;
+    }
+
+    /// Ends all clients but `store`, which collects the blocks that they have left behind. All
+    /// blocks but those of the index must be free then, and those of the index must not.
+    async fn collect(&self, mut store: Store) {
+        let kept = |i: u64| (name(1 << 40 | i), encode(i << 9));
+        let mut written = Vec::new();
+        for i in 0..8 {
+            let (key, value) = kept(i);
+            match store.set(0, &key, &value, SetOptions::default()).await {
+                Ok(_) => written.push(i),
+                // Blocks that were left behind may fill the region.
+                Err(Error::NoBlock(NoBlock::Full) | Error::HeldBack(_)) => break,
+                Err(error) => self.fail(format!("writing before the collection: {error}")),
+            }
+        }
+        match store.collect().await {
+            Err(Error::NotAlone(_)) if self.stores.iter().any(|one| !one.reach().is_crashed()) => {}
+            Ok(_) if self.stores.iter().all(|one| one.reach().is_crashed()) => {}
+            found => self.fail(format!("collecting beside other clients: {found:?}")),
+        }
+        self.stores.iter().for_each(|client| client.reach().end_life());
+        if let Err(error) = store.collect().await {
+            self.fail(format!("collecting: {error}"));
+            return;
+        }
+        let others = self.fillers.borrow().len() as u64 + self.keys;
+        for i in 0..others {
+            let (key, value) = (name(2 << 40 | i), encode(i));
+            if let Err(error) = store.set(0, &key, &value, SetOptions::default()).await {
+                self.fail(format!("writing after the collection: {error}"));
+            }
+        }
+        for i in written {
+            let (key, value) = kept(i);
+            match store.get(0, &key).await {
+                Ok(Some(found)) if found == value => {}
+                found => self.fail(format!("key {i} after the collection: {found:x?}")),
+            }
+        }
+        for key in (0..8).map(|i| 1 << 40 | i).chain((0..others).map(|i| 2 << 40 | i)) {
+            if let Err(error) = store.delete(0, &name(key)).await {
+                self.fail(format!("deleting after the collection: {error}"));
+            }
+        }
+        for _ in 0..12 {
+            self.hand.advance(10);
+            if let Err(error) = store.settle(0).await {
+                self.fail(format!("ending: {error}"));
+            }
+        }
+        self.check_used(&store, std::iter::empty()).await;
+    }
+
+    /// Compares the blocks in use with those of the index.
+    async fn check_used<'a>(&self, store: &Store, others: impl Iterator<Item = &'a Store>) {
+        let others = others.map(Store::blocks);
         let (used, index) = (store.blocks().used(others).await, store.index_blocks(0).await);
         match (used, index) {
             (Ok(used), Ok(index)) if used == index => {}

@@ -286,6 +286,14 @@ impl SharedBlocks for Arena {
         Ok(())
     }
 
+    async fn rebuild(&self, used: &[(Place, u32)]) -> Result<u64, Error> {
+        let named: BTreeSet<Place> = used.iter().map(|(place, _)| *place).collect();
+        let lost: Vec<Place> =
+            self.used().into_iter().filter(|place| !named.contains(place)).collect();
+        lost.iter().for_each(|place| Blocks::release(self, *place));
+        Ok(lost.len() as u64)
+    }
+
     async fn leave(&self) -> Result<(), Error> {
         Ok(())
     }

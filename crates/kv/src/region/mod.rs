@@ -25,7 +25,7 @@ use parking_lot::Mutex;
 use self::layout::{FREE, HEADER_BYTES, Layout, ROOT};
 use crate::blocks::{NoBlock, SharedBlocks};
 use crate::error::Error;
-use crate::layout::word;
+use crate::layout::{Malformed, word};
 use crate::place::{Place, UNIT};
 use crate::reach::{Reach, Step};
 
@@ -65,6 +65,14 @@ pub struct RegionUsage {
     pub free_chunks: u64,
     /// Blocks that a compute node has taken, used or not.
     pub taken_blocks: u64,
+}
+
+/// Blocks of one chunk that an index names.
+#[derive(Clone, Debug)]
+struct Named {
+    state: u64,
+    /// The bits of the blocks, by the number of their word.
+    bits: BTreeMap<usize, u64>,
 }
 
 /// A chunk that could be divided into blocks of a class.
@@ -363,6 +371,33 @@ impl<R: Reach> RegionBlocks<R> {
         Ok(())
     }
 
+    /// The blocks of `used`, by the descriptors of their chunks.
+    fn named(&self, used: &[(Place, u32)]) -> Result<BTreeMap<u64, Named>, Error> {
+        let mut named: BTreeMap<u64, Named> = BTreeMap::new();
+        for (place, bytes) in used {
+            let found = self.layout.state(*bytes).and_then(|(state, bytes)| {
+                self.layout.locate(*place, bytes).map(|(index, block)| (state, index, block))
+            });
+            let Some((state, index, block)) = found else {
+                let what = Malformed("the index names a block that the region has not");
+                return Err(Error::Malformed { at: place.at(0), what });
+            };
+            let chunk =
+                named.entry(index).or_insert_with(|| Named { state, bits: BTreeMap::new() });
+            if chunk.state != state {
+                return Err(self.foreign(index));
+            }
+            *chunk.bits.entry(block as usize / 64).or_default() |= 1 << (block % 64);
+        }
+        Ok(named)
+    }
+
+    /// The error for a chunk that has blocks of another class than the index says.
+    fn foreign(&self, index: u64) -> Error {
+        let what = Malformed("a chunk has blocks of another class than the index names");
+        Error::Malformed { at: self.layout.place(index, 0, 0).at(0), what }
+    }
+
     /// Free blocks of this compute node beyond those that it keeps, by the states of their chunks.
     fn surplus(&self) -> Vec<(u64, Vec<Place>)> {
         let mut local = self.local.lock();
@@ -417,6 +452,45 @@ impl<R: Reach> SharedBlocks for RegionBlocks<R> {
             self.give_back(state, places).await?;
         }
         Ok(())
+    }
+
+    async fn rebuild(&self, used: &[(Place, u32)]) -> Result<u64, Error> {
+        let mut named = self.named(used)?;
+        let held = std::mem::take(&mut self.local.lock().free);
+        let held: usize = held.values().map(Vec::len).sum();
+        let (mut before, mut after) = (held as u64, 0);
+        let mut windows = Vec::new();
+        let mut index = 0;
+        while index < self.layout.chunks {
+            let (mut bytes, count) = self.window(index).await?;
+            let each = bytes.chunks_exact_mut(8 * Layout::words(self.layout.chunk));
+            for (index, descriptor) in (index..).zip(each) {
+                let state = word(descriptor, 0);
+                let chunk = named.remove(&index);
+                if chunk.as_ref().is_some_and(|chunk| chunk.state != state) {
+                    return Err(self.foreign(index));
+                }
+                let blocks = self.layout.blocks(state);
+                for at in 0..blocks.div_ceil(64) as usize {
+                    let all = u64::MAX >> (64 - (blocks - 64 * at as u32).min(64));
+                    let used = chunk.as_ref().and_then(|chunk| chunk.bits.get(&at)).unwrap_or(&0);
+                    before += u64::from(word(descriptor, 8 + 8 * at).count_ones());
+                    after += u64::from((all & !used).count_ones());
+                    crate::layout::put(descriptor, 8 + 8 * at, all & !used);
+                }
+            }
+            windows.push((index, bytes));
+            index += count;
+        }
+        if let Some(index) = named.keys().next() {
+            return Err(self.foreign(*index));
+        }
+        // The states stay. So each word is right by itself, also if this compute node ends between.
+        for (index, bytes) in &windows {
+            let at = self.layout.word(*index, 0);
+            self.reach.run(&mut [Step::Write { at, from: bytes }]).await?;
+        }
+        Ok(after.saturating_sub(before))
     }
 
     async fn leave(&self) -> Result<(), Error> {

@@ -20,8 +20,8 @@ use crate::store::{Condition, Expiry, Form, Outcome, SetOptions, Update};
 const TICKS: usize = 8;
 /// Milliseconds for which a change waits until unlinked blocks are free.
 const PATIENCE_MS: u64 = 50;
-/// Maximum number of ticks of this wait.
-const TICKS_MAX: usize = 10_000;
+/// Ticks after which the clock counts as stopped.
+const TICKS_STUCK: usize = 1000;
 
 /// One attempt at a change.
 #[derive(Clone, Copy)]
@@ -144,7 +144,8 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
         ahead: Ahead<'_>,
         mut decide: impl FnMut(Current<'_>) -> Update<'v>,
     ) -> Result<(), Error> {
-        let until = self.environment.now().saturating_add(PATIENCE_MS);
+        let mut now = self.environment.now();
+        let (until, mut moved) = (now.saturating_add(PATIENCE_MS), 0);
         for tick in 1.. {
             let op = self.begin(kind).await?;
             let failed = match self.change_in(&op, &key, want, ahead, &mut decide).await {
@@ -155,8 +156,9 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
             // Without the operation, which holds back the epoch of this client.
             drop(op);
             self.tick_after(0).await?;
-            let is_late = tick >= TICKS && self.environment.now() >= until;
-            if is_late || tick >= TICKS_MAX {
+            let before = std::mem::replace(&mut now, self.environment.now());
+            moved = if now == before { moved } else { tick };
+            if tick >= TICKS && (now >= until || tick - moved >= TICKS_STUCK) {
                 return Err(failed);
             }
         }

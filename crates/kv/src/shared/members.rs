@@ -98,6 +98,48 @@ pub(super) async fn register<R: Reach>(
     Err(Error::TooManyClients(clients))
 }
 
+/// Takes the lines of all clients but `client`, so that no other client joins. Returns the numbers
+/// of the lines, and their second word.
+pub(super) async fn exclude<R: Reach>(
+    reach: &R,
+    block: Place,
+    slab: u32,
+    client: u32,
+) -> Result<(Vec<u32>, u64), Error> {
+    let clients = clients_of(slab);
+    let mut bytes = vec![0; LINE * (1 + clients)];
+    reach.run(&mut [Step::Read { at: block.at(0), into: &mut bytes }]).await?;
+    let life = |i: u32| word(&bytes, LINE * (1 + i as usize) + 8);
+    let mine = life(client);
+    let mut taken = Vec::new();
+    for other in (0..clients as u32).filter(|other| *other != client) {
+        let [_, second] = line(client_word(block, other));
+        let life = life(other);
+        if life != 0 && has_ended(reach, life).await? {
+            clear_line(reach, client_word(block, other), life).await?;
+        }
+        if swap(reach, second, 0, mine).await? != 0 {
+            admit(reach, block, &(taken, mine)).await?;
+            return Err(Error::NotAlone(other));
+        }
+        taken.push(other);
+    }
+    Ok((taken, mine))
+}
+
+/// Gives lines back that [`exclude`] has taken.
+pub(super) async fn admit<R: Reach>(
+    reach: &R,
+    block: Place,
+    (lines, mine): &(Vec<u32>, u64),
+) -> Result<(), Error> {
+    for other in lines {
+        let [_, second] = line(client_word(block, *other));
+        swap(reach, second, *mine, 0).await?;
+    }
+    Ok(())
+}
+
 /// Takes a line that has no client. Returns the number of the client in this line.
 async fn take_line<R: Reach>(
     reach: &R,

@@ -18,6 +18,7 @@
 mod access;
 mod blocking;
 mod change;
+mod collect;
 mod create;
 mod directory;
 mod double;

@@ -162,15 +162,20 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
         self.mark_moved(op, table, whole, high).await
     }
 
-    /// Freezes all slots. Returns their words, which never change again.
-    async fn freeze(&self, op: &Op<'_>, table: Place) -> Result<Vec<u64>, Error> {
+    /// Reads all slots of a subtable.
+    pub(super) async fn slots(&self, op: &Op<'_>, table: Place) -> Result<Vec<u64>, Error> {
         let mut bytes = self.buffers.take();
         bytes.resize(self.shape.group_bytes(), 0);
         let at = bucket_at(table, self.shape, 0);
         self.run(&op.trip, &mut [Step::Read { at, into: &mut bytes }]).await?;
         let buckets = bytes.chunks_exact(BUCKET_BYTES);
         let slots = buckets.flat_map(|bucket| (1..=SLOTS).map(|i| word(bucket, 8 * i)));
-        let mut slots: Vec<u64> = slots.collect();
+        Ok(slots.collect())
+    }
+
+    /// Freezes all slots. Returns their words, which never change again.
+    async fn freeze(&self, op: &Op<'_>, table: Place) -> Result<Vec<u64>, Error> {
+        let mut slots = self.slots(op, table).await?;
         loop {
             let open: Vec<usize> = (0..slots.len()).filter(|i| !is_frozen(slots[*i])).collect();
             if open.is_empty() {
