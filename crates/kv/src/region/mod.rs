@@ -17,6 +17,8 @@
 //! blocks that waited for the epochs of others. No other compute node loses a block.
 
 mod layout;
+#[cfg(test)]
+mod tests;
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -216,8 +218,8 @@ impl<R: Reach> RegionBlocks<R> {
         for _ in 0..ROUNDS {
             let mut candidate = None;
             let mut index = self.local.lock().cursor % self.layout.chunks.max(1);
-            let (begin, mut windows, mut wrapped) = (index, 0, false);
-            while !wrapped || index < begin {
+            let (mut windows, mut left) = (0, self.layout.chunks);
+            while left > 0 {
                 let (window, count) = self.window(index).await?;
                 if self.take_in(&window, index, (state, bytes), &mut candidate).await? {
                     return Ok(());
@@ -226,10 +228,8 @@ impl<R: Reach> RegionBlocks<R> {
                 if windows >= SEARCHED && candidate.is_some() {
                     break;
                 }
-                index += count;
-                if index >= self.layout.chunks {
-                    (index, wrapped) = (0, true);
-                }
+                left = left.saturating_sub(count);
+                index = (index + count) % self.layout.chunks;
             }
             let Some(candidate) = candidate else { return Err(NoBlock::Full.into()) };
             if self.divide(&candidate, (state, bytes)).await? {
