@@ -153,6 +153,35 @@ fn clients_see_each_others_keys_over_splits() {
     assert_eq!(block_on(two.len(0)).expect("a scan"), 2000);
 }
 
+/// A client that ticks and does nothing else keeps words of a directory whose subtables were split
+/// and whose blocks were used again.
+#[test]
+fn cached_words_are_verified_after_a_tick() {
+    let world = World::new();
+    let (_, busy) = world.create(World::settings(Form::Fused, 2));
+    let (_, idle) = world.open(&busy, World::settings(Form::Fused, 2));
+    let key = |i: u32| i.to_be_bytes();
+    let set = |store: &Shared, i| {
+        block_on(store.set(0, &key(i), &key(i), SetOptions::default())).expect("a write");
+    };
+    for i in 0..100 {
+        set(&idle, i);
+    }
+    for i in 100..1000 {
+        set(&busy, i);
+        if i % 10 == 0 {
+            world.hand.advance(1);
+            block_on(busy.tend()).expect("a tick");
+            block_on(idle.tick()).expect("a tick");
+        }
+    }
+    assert!(busy.limbo_bytes() < 100_000, "{} bytes were not free", busy.limbo_bytes());
+    for i in 0..1000 {
+        let value = block_on(idle.get(0, &key(i))).expect("a read");
+        assert_eq!(value.as_deref(), Some(&key(i)[..]));
+    }
+}
+
 /// Keys that a client has written before it crashed after `verbs` verbs, and the index.
 fn crashed(world: &World, verbs: u64, settings: &SharedSettings) -> (Shared, Vec<u32>) {
     let (client, store) = world.create(settings.clone());

@@ -11,7 +11,7 @@ use super::Counts;
 use super::allocator::{Allocator, Shared};
 use super::linear::{Did, History};
 use super::values::{decode, encode, name};
-use crate::blocks::{NoBlock, SharedBlocks};
+use crate::blocks::NoBlock;
 use crate::memory::{Client, Faults, Hand, Memory, Seeded, run as run_tasks, turn};
 use crate::shared::{SharedSettings, SharedStore, SplitLock};
 use crate::store::trips::Operation;
@@ -74,7 +74,7 @@ pub(super) fn run(seed: u64, counts: &mut Counts) -> Result<(), String> {
             let number = client as u64 * 8 + task;
             tasks.push(Box::pin(world.operate(client, number + 1)));
         }
-        tasks.push(Box::pin(world.fill(client, 10 + random.below(50))));
+        tasks.push(Box::pin(world.fill(client, 10 + random.below(90))));
     }
     world.running.set(tasks.len());
     tasks.push(Box::pin(world.tend()));
@@ -302,10 +302,10 @@ impl World {
                 if !self.stores[client].reach().is_crashed() {
                     // A tick may be lost; another follows.
                     let store = &self.stores[client];
-                    let _ = store.tick().await;
-                    if random.below(4) == 0 {
-                        let _ = store.blocks().tend().await;
-                    }
+                    let _ = match random.below(2) {
+                        0 => store.tick().await,
+                        _ => store.tend().await,
+                    };
                 }
             }
             for (client, store) in self.stores.iter().enumerate() {
