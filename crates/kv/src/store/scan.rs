@@ -16,8 +16,9 @@ use crate::table::Table;
 
 /// Where a scan continues; 0 begins a scan, and ends it.
 ///
-/// Layout: the first 40 bits of the prefix of the subtable, its depth plus 1 (6 bits), and the next
-/// bucket (18 bits).
+/// Layout, from bit 47 on: the prefix of the subtable (24 bits), its depth plus 1 (6 bits), and the
+/// next bucket (18 bits). Clients in JavaScript keep a cursor in a float64, which is exact for 53
+/// bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cursor(pub u64);
 
@@ -32,8 +33,8 @@ impl Cursor {
     }
 
     pub(crate) const fn new(prefix: u64, depth: u32, bucket: u32) -> Self {
-        // The lowest 8 of the prefix's 48 bits are 0, since prefixes have at most 24 bits.
-        Self(prefix >> 8 << PREFIX_AT | (depth as u64 + 1) << DEPTH_AT | bucket as u64)
+        // The last 24 of the prefix's 48 bits are 0, since prefixes have at most 24 bits.
+        Self(prefix >> 24 << PREFIX_AT | (depth as u64 + 1) << DEPTH_AT | bucket as u64)
     }
 
     /// The position behind bucket `bucket` of `buckets` of the subtable with `word`.
@@ -50,7 +51,7 @@ impl Cursor {
 
     /// The first bits of the hashes, left-aligned in 64 bits.
     pub(crate) const fn top(self) -> u64 {
-        self.0 >> PREFIX_AT << PREFIX_AT
+        self.0 >> PREFIX_AT << 40
     }
 
     /// Depth of the subtable at that time. 0 bits at the begin count as depth 0.
@@ -180,6 +181,7 @@ mod tests {
     fn cursor_has_the_layout_of_the_design() {
         let cursor = Cursor::new(0xabcd_ef00_0000, 24, 254);
         assert_eq!((cursor.top() >> 40, cursor.depth(), cursor.bucket()), (0xabcdef, 24, 254));
+        assert!(Cursor::new(0xffff_ff00_0000, 24, 254).0 < 1 << 53, "exact in a float64");
         assert!(!Cursor::new(0, 0, 0).is_end() && Cursor::default().is_end());
         assert_eq!(Cursor::default().depth(), 0);
     }
