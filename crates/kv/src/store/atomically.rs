@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use super::access::Steps;
 use super::change::Expiry;
+use super::gone::Losses;
 use super::look::{Hit, Want};
 use super::many::{Found, Sought};
 use super::owned::Owned;
@@ -187,11 +188,15 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         ticket.valid().await;
         let trip = self.trip(Operation::Atomically);
         let _pin = self.blocks.pin();
+        let mut losses = Losses::default();
         loop {
             self.check()?;
             let tried = match self.try_atomically(&trip, &distinct, &same, &mut change).await {
-                Err(error) if error.is_gone() => continue,
-                tried => tried?,
+                Ok(tried) => tried,
+                Err(error) => {
+                    losses.meet(error)?;
+                    continue;
+                }
             };
             match tried {
                 Tried::Done(result) => return Ok(result),

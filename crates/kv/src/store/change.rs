@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
+use super::gone::Losses;
 use super::look::{Hit, Seen, Want};
 use super::trips::{Operation, Trip};
 use super::value::Fresh;
@@ -212,11 +213,15 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         ticket.valid().await;
         let trip = self.trip(kind);
         let _pin = self.blocks.pin();
+        let mut losses = Losses::default();
         loop {
             self.check()?;
             let tried = match self.attempt(&trip, &key, want, ahead, &mut decide).await {
-                Err(error) if error.is_gone() => continue,
-                tried => tried?,
+                Ok(tried) => tried,
+                Err(error) => {
+                    losses.meet(error)?;
+                    continue;
+                }
             };
             match tried {
                 Tried::Done => return Ok(()),

@@ -139,7 +139,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             if block.key != key.bytes {
                 return Ok(Some(Seen { hit: None, view: None }));
             }
-            hit.expiry = block.head.expiry;
+            hit.expiry = if self.lacks_pieces(&block) { GONE } else { block.head.expiry };
             hit.block = Some(start..buffer.len());
         }
         Ok(Some(Seen { hit: Some(hit), view: None }))
@@ -227,11 +227,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             return Ok(None);
         }
         let is_whole = want == Want::Value || want == Want::Places && word.length == class::PIECES;
-        if is_whole {
-            self.parse(word, bytes)?;
-        }
+        let is_lost = is_whole && self.lacks_pieces(&self.parse(word, bytes)?);
+        let expiry = if is_lost { GONE } else { head.expiry };
         let block = is_whole.then_some(range);
-        Ok(Some(Hit { slot, word, expiry: head.expiry, block }))
+        Ok(Some(Hit { slot, word, expiry, block }))
     }
 
     /// Parses the whole block that `word` names.

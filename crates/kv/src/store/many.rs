@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::access::Steps;
+use super::gone::Losses;
 use super::look::{Candidate, GONE, Hit, Want};
 use super::trips::{Operation, Trip};
 use super::{Key, Store};
@@ -40,6 +41,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let trip = self.trip(Operation::Get);
         let _pin = self.blocks.pin();
         let mut buffer = self.buffers.take();
+        let mut losses = Losses::default();
         let mut before = Vec::new();
         loop {
             buffer.clear();
@@ -47,11 +49,19 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let want = Want::Value;
             let sought: Vec<_> =
                 keys.iter().map(|key| Sought { key: *key, want, table: table(key) }).collect();
-            match self.look_all(&trip, &sought, &mut buffer).await {
-                Ok(Some(found)) => return self.values(&trip, found, &buffer).await,
-                Err(error) if error.is_gone() => continue,
-                moved => moved?,
+            let values = match self.look_all(&trip, &sought, &mut buffer).await {
+                Ok(Some(found)) => self.values(&trip, found, &buffer).await.map(Some),
+                Ok(None) => Ok(None),
+                Err(error) => Err(error),
             };
+            match values {
+                Ok(Some(values)) => return Ok(values),
+                Ok(None) => {}
+                Err(error) => {
+                    losses.meet(error)?;
+                    continue;
+                }
+            }
             self.check()?;
             // The directory changes before a subtable does, so other subtables have the keys now.
             let tables: Vec<_> = sought.into_iter().filter_map(|sought| sought.table).collect();
@@ -75,7 +85,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
                 values.push(None);
                 continue;
             };
-            let block = self.parse(hit.word, &buffer[hit.block.unwrap_or_default()])?;
+            let block = self.parse(hit.word, &buffer[hit.block.clone().unwrap_or_default()])?;
             let mut value = Vec::new();
             self.load(trip, hit.word.place, &block, &mut value).await?;
             values.push(Some(value));

@@ -206,6 +206,11 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let mut next = list.next;
         let mut bytes = self.buffers.take();
         while let Some((place, length)) = next {
+            if self.blocks.is_gone(place) {
+                // The value is lost. The blocks that are known can be freed.
+                lists.push((place, length));
+                break;
+            }
             let malformed = Error::malformed(place.at(0));
             if !self.is_in_slab(place, length) {
                 return Err(malformed(Malformed("a list of pieces reaches beyond its slab")));

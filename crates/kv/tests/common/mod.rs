@@ -2,6 +2,7 @@
 #![allow(dead_code)]
 
 pub mod linear;
+pub mod spread;
 
 use std::future::Future;
 use std::pin::pin;
@@ -37,6 +38,11 @@ pub const COLUMNS: [(&str, Form, bool); 3] = [
 
 pub fn settings(form: Form, mirror: bool, groups: u16) -> Settings {
     Settings { form, mirror, groups: Some(groups), ..Settings::default() }
+}
+
+/// The columns with their settings.
+pub fn cases(groups: u16) -> [(&'static str, Settings); 3] {
+    COLUMNS.map(|(name, form, mirror)| (name, settings(form, mirror, groups)))
 }
 
 pub struct World {
