@@ -50,7 +50,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let sought: Vec<_> =
                 keys.iter().map(|key| Sought { key: *key, want, table: table(key) }).collect();
             let values = match self.look_all(&trip, &sought, &mut buffer).await {
-                Ok(Some(found)) => self.values(&trip, found, &buffer).await.map(Some),
+                Ok(Some(found)) => self.values(&trip, &sought, found, &buffer).await.map(Some),
                 Ok(None) => Ok(None),
                 Err(error) => Err(error),
             };
@@ -72,15 +72,17 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         }
     }
 
+    /// The values of the keys that are there. Notes their uses.
     async fn values(
         &self,
         trip: &Trip<'_>,
+        sought: &[Sought<'_>],
         found: Vec<Found>,
         buffer: &[u8],
     ) -> Result<Vec<Option<Vec<u8>>>, Error> {
         let now = self.environment.now();
         let mut values = Vec::with_capacity(found.len());
-        for found in found {
+        for (sought, found) in sought.iter().zip(found) {
             let Some(hit) = found.hit.filter(|hit| !hit.is_expired(now)) else {
                 values.push(None);
                 continue;
@@ -88,6 +90,9 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let block = self.parse(hit.word, &buffer[hit.block.clone().unwrap_or_default()])?;
             let mut value = Vec::new();
             self.load(trip, hit.word.place, &block, &mut value).await?;
+            if let Some(table) = &sought.table {
+                self.used(table, hit.slot, false);
+            }
             values.push(Some(value));
         }
         Ok(values)
