@@ -9,9 +9,9 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use common::linear::{Did, History, seeds};
-use common::{COLUMNS, TestStore, World, block_on, settings};
+use common::{CACHE_BYTES, COLUMNS, TestStore, World, block_on, cases, settings};
 use kv::memory::{Arena, Client, Hand, Seeded, run};
-use kv::{Condition, Cursor, Error, Expiry, SetOptions, Store, Update, Wanted};
+use kv::{Condition, Cursor, Error, Expiry, SetOptions, Settings, Store, Update, Wanted};
 
 type Task<'a> = Pin<Box<dyn Future<Output = ()> + 'a>>;
 
@@ -109,8 +109,9 @@ fn operations_are_linearizable_per_key() {
         let (_, form, mirror) = COLUMNS[seed as usize % 3];
         let world = World::new(4096, 1 << 20, true, seed);
         let stripes = (seed / 3 % 2) as u8;
-        let store =
-            world.create(kv::Settings { stripe_bits: stripes, ..settings(form, mirror, 1) });
+        let cache_bytes = if seed / 6 % 2 == 0 { 0 } else { CACHE_BYTES };
+        let settings = settings(form, mirror, 1);
+        let store = world.create(Settings { stripe_bits: stripes, cache_bytes, ..settings });
         let history = History::default();
         let (history, store) = (&history, &store);
         let keys = 2 + seed % 7;
@@ -137,7 +138,8 @@ fn calls_of_several_keys_are_atomic() {
     for seed in 0..seeds() {
         let (_, form, mirror) = COLUMNS[seed as usize % 3];
         let world = World::new(4096, 1 << 20, true, seed);
-        let store = world.create(settings(form, mirror, 1));
+        let cache_bytes = if seed / 3 % 2 == 0 { 0 } else { CACHE_BYTES };
+        let store = world.create(Settings { cache_bytes, ..settings(form, mirror, 1) });
         let store = &store;
         let write = |task: u64| async move {
             let (one, two) = (name(1), name(2));
@@ -236,10 +238,10 @@ async fn churn_until_crash(store: &TestStore) {
 /// A reader stops between slot and block; meanwhile the key is deleted and its memory used again.
 #[test]
 fn late_reader_sees_no_memory_that_is_used_again() {
-    for (column, form, mirror) in COLUMNS {
+    for (column, settings) in cases(21) {
         for (polls, writes) in (0..20).flat_map(|polls| [(polls, 0), (polls, 20)]) {
             let world = World::new(4096, 1 << 20, true, 1);
-            let store = world.create(settings(form, mirror, 21));
+            let store = world.create(settings.clone());
             let value = encode(4);
             block_on(store.set(0, b"key", &value, SetOptions::default())).expect("a write");
             let mut reader = std::pin::pin!(store.get(0, b"key"));
@@ -263,6 +265,15 @@ fn late_reader_sees_no_memory_that_is_used_again() {
             let read = block_on(reader).expect("a read");
             if let Some(read) = read {
                 assert_eq!(read, value, "{column}, {polls} polls");
+            }
+            // The reader does not know the memory any more, so it is used again.
+            for i in writes..writes + 20 {
+                let options = SetOptions::default();
+                block_on(store.set(0, &name(i), &encode(4), options)).expect("a write");
+            }
+            for i in 0..writes + 20 {
+                let read = block_on(store.get(0, &name(i))).expect("a read");
+                assert_eq!(read, Some(encode(4)), "{column}, {polls} polls, key {i}");
             }
         }
     }

@@ -4,8 +4,8 @@ mod common;
 
 use std::borrow::Cow;
 
-use common::{BEGIN, COLUMNS, block_on, store};
-use kv::{Expiry, Operation, SetOptions, Update, Wanted};
+use common::{BEGIN, COLUMNS, World, block_on, settings, store};
+use kv::{Expiry, Form, Operation, SetOptions, Settings, Update, Wanted};
 
 /// The table of the design: published; fused with a remote index; fused and mirrored.
 const TABLE: [(&str, [u64; 3]); 9] = [
@@ -131,4 +131,69 @@ fn split_takes_the_round_trips_of_the_table() {
             assert_eq!(block_on(store.get(0, &key)).expect("a read").as_deref(), Some(&key[..]));
         }
     }
+}
+
+#[test]
+fn cached_value_takes_no_round_trip() {
+    let world = World::new(4096, 1 << 20, false, 1);
+    let settings = Settings { cache_bytes: 1 << 20, ..settings(Form::Fused, true, 21) };
+    let store = world.create(settings);
+    let waits = || world.client.waits();
+    let set = |value: &'static [u8]| {
+        block_on(store.set(0, b"key", value, SetOptions::default())).expect("a write");
+    };
+    let get = |value: Option<&[u8]>, expected: u64, what: &str| {
+        let before = waits();
+        let found = block_on(store.get(0, b"key")).expect("a read");
+        assert_eq!((found.as_deref(), waits() - before), (value, expected), "{what}");
+    };
+    set(b"one");
+    get(Some(b"one"), 1, "a value that was not read before");
+    get(Some(b"one"), 0, "a value that was read");
+    let before = waits();
+    let several = block_on(store.get_many(0, &[b"key", b"absent", b"key"])).expect("a read");
+    assert_eq!(several, [Some(b"one".to_vec()), None, Some(b"one".to_vec())]);
+    assert_eq!(waits(), before, "several reads");
+
+    // A change of a cached value replaces the value.
+    set(b"two");
+    get(Some(b"two"), 0, "after a write");
+    let before = waits();
+    let append = |value: Option<&[u8]>, _| {
+        Update::Put(Cow::Owned([value.unwrap_or_default(), b"+"].concat()), Expiry::Keep)
+    };
+    block_on(store.update(0, b"key", append)).expect("an update");
+    assert_eq!(waits() - before, 1, "an update by the old value");
+    get(Some(b"two+"), 0, "after an update");
+    assert!(block_on(store.expire(0, b"key", BEGIN + 50, |_| true)).expect("a change"));
+    get(Some(b"two+"), 0, "after a change of the expiry");
+    let mut value = Vec::new();
+    let expiry = block_on(store.get_into(0, b"key", &mut value)).expect("a read");
+    assert_eq!((expiry, &value[..]), (Some(BEGIN + 50), &b"two+"[..]));
+    let wanted = [b"key", b"new"].map(|key| Wanted { db: 0, key, is_read: true });
+    let put = |call: &mut kv::Transaction| {
+        assert_eq!(call.get(0), Some(&b"two+"[..]));
+        (0..2).for_each(|key| call.put(key, b"three".to_vec(), Expiry::Never));
+    };
+    let before = waits();
+    block_on(store.atomically(&wanted, put)).expect("a change");
+    assert_eq!(waits() - before, 2, "a call of several keys");
+    get(Some(b"three"), 0, "after a call of several keys");
+    assert!(block_on(store.delete(0, b"key")).expect("a deletion"));
+    get(None, 0, "after the deletion");
+    assert_eq!(store.stats().cache.values, 0);
+
+    // An expired value is not returned, and a value in pieces is not cached.
+    set(b"four");
+    get(Some(b"four"), 1, "a new value");
+    block_on(store.expire(0, b"key", BEGIN + 50, |_| true)).expect("a change");
+    world.hand.advance(50);
+    get(None, 0, "after the expiry");
+    let long = vec![7; 9000];
+    block_on(store.set(0, b"key", &long, SetOptions::default())).expect("a write");
+    get(Some(&long), 2, "a value in pieces");
+    get(Some(&long), 2, "a value in pieces, again");
+    let cache = store.stats().cache;
+    assert_eq!((cache.values, cache.bytes), (0, 0));
+    assert_eq!((cache.hits, cache.misses), (11, 2), "{cache:?}");
 }

@@ -300,8 +300,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let mut state = State::default();
             if let Some(hit) = found.hit.as_ref().filter(|hit| !hit.is_expired(now)) {
                 (state.is_there, state.expiry) = (true, hit.expiry);
-                if let (Want::Value, Some(range)) = (sought.want, hit.block.clone()) {
-                    let block = self.parse(hit.word, &buffer[range])?;
+                if sought.want == Want::Value {
+                    let block = hit.whole(buffer)?;
                     self.load(trip, hit.word.place, &block, &mut state.value).await?;
                 }
             }
@@ -444,7 +444,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             one.is_settled = true;
             self.database(key).count(i64::from(is_new) - i64::from(!is_there));
             if let Some(old) = &one.old {
-                self.retire(old.word, &one.parts);
+                let standing = self.retire(old.word, &one.parts);
+                if let (Some(_), Some(fresh)) = (standing, &one.fresh) {
+                    self.keep(&one.table, one.slot, fresh.word, &fresh.bytes, standing);
+                }
             }
             self.touched(key.name());
             if is_there {

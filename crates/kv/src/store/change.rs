@@ -281,9 +281,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let alive = hit.as_ref().filter(|hit| !hit.is_expired(now));
         let mut value = self.buffers.take();
         if let (Some(hit), Want::Value) = (alive, want) {
-            let range = hit.block.clone().unwrap_or_default();
-            let block = self.parse(hit.word, &buffer[range])?;
-            self.load(trip, hit.word.place, &block, &mut value).await?;
+            self.load(trip, hit.word.place, &hit.whole(&buffer)?, &mut value).await?;
         }
         let seen = (want == Want::Value).then_some(value.as_slice());
         let current = alive.map(|hit| Current { value: seen, expiry: hit.expiry });
@@ -377,7 +375,11 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         }
         let (word, expiry) = (fresh.word.word(), fresh.expiry);
         table.local.lock().replace(hit.slot, Some(Entry { word, tag: key.hash.tag, expiry }));
-        self.retire(hit.word, &parts);
+        // A value that is read often stays cached.
+        let standing = self.retire(hit.word, &parts);
+        if standing.is_some() {
+            self.keep(table, hit.slot, fresh.word, &fresh.bytes, standing);
+        }
         self.note(table, key, hit.slot, expiry);
         Ok(Tried::Done)
     }

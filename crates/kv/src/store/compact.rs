@@ -164,7 +164,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let mut local = table.local.lock();
             local.replace(slot, Some(Entry { word: new.word(), tag: hash.tag, expiry }));
         }
-        self.blocks.retire(word.place);
+        let standing = self.retire(word, &[]);
+        if standing.is_some() {
+            self.keep(table, slot, new, bytes, standing);
+        }
         Ok(true)
     }
 }

@@ -5,11 +5,12 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 
 use super::access::Steps;
 use super::atomically::Journal;
+use super::cache::Cache;
 use super::database::{Database, Directory};
 use super::image::{Image, entry_of, root_word};
 use super::scratch::Buffers;
 use super::trips::{Counters, Operation};
-use super::{Settings, Store};
+use super::{Form, Settings, Store};
 use crate::blocks::Blocks;
 use crate::environment::Environment;
 use crate::error::Error;
@@ -101,11 +102,14 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             ));
         };
         let settings = Settings { stripe_bits: root.fixed.stripe_bits, ..settings };
+        let cache_bytes =
+            if settings.mirror && settings.form == Form::Fused { settings.cache_bytes } else { 0 };
         let counts_uses = AtomicBool::new(settings.measure == crate::uses::Measure::Frequency);
         Ok(Self {
             reach,
             blocks,
             environment,
+            cache: Cache::new(cache_bytes),
             settings,
             root: place,
             generation: root.generation,

@@ -208,7 +208,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         if word.length == class::PIECES && !self.blocks.is_gone(word.place) {
             buffer.clear();
             self.read_block(trip, word, &mut buffer).await?;
-            hit.block = Some(0..buffer.len());
+            hit.block = Some(self.checked(word, &buffer, 0..buffer.len())?);
         }
         let key = Key { db: table.db, bytes: &[], hash: KeyHash { upper: tag, tag } };
         let tried = self.unlink(trip, &table, &key, &hit, &buffer).await?;

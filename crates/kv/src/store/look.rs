@@ -6,6 +6,7 @@ use smallvec::SmallVec;
 
 use super::access::Steps;
 use super::trips::Trip;
+use super::whole::Whole;
 use super::{Key, Store};
 use crate::blocks::Blocks;
 use crate::environment::Environment;
@@ -44,8 +45,8 @@ pub(super) struct Hit {
     pub word: Slot,
     /// The expiry; 0: none.
     pub expiry: u64,
-    /// The whole block, if it was read: a range of the operation's buffer.
-    pub block: Option<Range<usize>>,
+    /// The whole block, if the look-up wanted the block.
+    pub block: Option<Whole>,
 }
 
 impl Hit {
@@ -132,15 +133,24 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         }
         let is_list = hit.word.length == class::PIECES;
         if want == Want::Value || want == Want::Places && is_list {
-            let start = buffer.len();
-            self.read_block(trip, hit.word, buffer).await?;
-            let block = self.parse(hit.word, &buffer[start..])?;
+            let (is_cached, whole) = match self.cached(hit.word, hit.expiry) {
+                Some(whole) => (true, whole),
+                None => {
+                    let start = buffer.len();
+                    self.read_block(trip, hit.word, buffer).await?;
+                    (false, self.checked(hit.word, buffer, start..buffer.len())?)
+                }
+            };
+            let block = whole.block(buffer);
             // Two keys with one tag: the other one is there.
             if block.key != key.bytes {
                 return Ok(Some(Seen { hit: None, view: None }));
             }
             hit.expiry = if self.lacks_pieces(&block) { GONE } else { block.head.expiry };
-            hit.block = Some(start..buffer.len());
+            hit.block = Some(whole);
+            if !is_cached && want == Want::Value {
+                self.keep_read(table, &hit, buffer);
+            }
         }
         Ok(Some(Seen { hit: Some(hit), view: None }))
     }
@@ -227,10 +237,15 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             return Ok(None);
         }
         let is_whole = want == Want::Value || want == Want::Places && word.length == class::PIECES;
-        let is_lost = is_whole && self.lacks_pieces(&self.parse(word, bytes)?);
-        let expiry = if is_lost { GONE } else { head.expiry };
-        let block = is_whole.then_some(range);
-        Ok(Some(Hit { slot, word, expiry, block }))
+        let mut hit = Hit { slot, word, expiry: head.expiry, block: None };
+        if is_whole {
+            let whole = self.checked(word, buffer, range)?;
+            if self.lacks_pieces(&whole.block(buffer)) {
+                hit.expiry = GONE;
+            }
+            hit.block = Some(whole);
+        }
+        Ok(Some(hit))
     }
 
     /// Parses the whole block that `word` names.

@@ -87,9 +87,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
                 values.push(None);
                 continue;
             };
-            let block = self.parse(hit.word, &buffer[hit.block.clone().unwrap_or_default()])?;
             let mut value = Vec::new();
-            self.load(trip, hit.word.place, &block, &mut value).await?;
+            self.load(trip, hit.word.place, &hit.whole(buffer)?, &mut value).await?;
             if let Some(table) = &sought.table {
                 self.used(table, hit.slot, false);
             }
@@ -133,8 +132,11 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         }
         self.read_candidates(trip, &candidates, buffer, end).await?;
         for (i, candidate) in candidates {
-            let Sought { key, want, .. } = &sought[i];
+            let Sought { key, want, table } = &sought[i];
             if let Some(hit) = self.compare(key, *want, candidate, buffer)? {
+                if let (Want::Value, Some(table)) = (want, table) {
+                    self.keep_read(table, &hit, buffer);
+                }
                 found[i].hit = Some(hit);
             }
         }
@@ -232,10 +234,15 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             return true;
         }
         let is_list = word.length == class::PIECES;
+        let expiry = mirror.entry(slot).map_or(0, |entry| entry.expiry);
         if sought.want == Want::Value || sought.want == Want::Places && is_list {
-            candidate(slot, word);
+            match self.cached(word, expiry) {
+                // Two keys with one tag: the other one is there.
+                Some(whole) if whole.block(&[]).key != sought.key.bytes => {}
+                Some(whole) => found.hit = Some(Hit { slot, word, expiry, block: Some(whole) }),
+                None => candidate(slot, word),
+            }
         } else {
-            let expiry = mirror.entry(slot).map_or(0, |entry| entry.expiry);
             found.hit = Some(Hit { slot, word, expiry, block: None });
         }
         true

@@ -3,6 +3,7 @@
 mod access;
 mod atomically;
 mod blocking;
+mod cache;
 mod change;
 mod compact;
 mod create;
@@ -27,11 +28,13 @@ mod trips;
 mod value;
 mod walk;
 mod watch;
+mod whole;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 pub use atomically::{Transaction, Wanted};
+pub use cache::CacheStats;
 pub use change::{Condition, Expiry, Outcome, SetOptions, Update};
 pub use evict::{Candidates, Eviction};
 pub use read::Pinned;
@@ -75,6 +78,9 @@ pub struct Settings {
     pub form: Form,
     /// Keeps a copy of the index at the compute node: 17 bytes a slot. Form `published` has none.
     pub mirror: bool,
+    /// Maximum bytes of the value cache at the compute node; 0: none. Only a mirrored store has
+    /// one.
+    pub cache_bytes: u64,
     /// Groups of buckets in a subtable. None: as many as fit 16 KiB.
     pub groups: Option<u16>,
     /// The stripes (QP groups) number 2 to the power of this value, at most 64.
@@ -88,6 +94,7 @@ impl Default for Settings {
         Self {
             form: Form::Fused,
             mirror: true,
+            cache_bytes: 0,
             groups: None,
             stripe_bits: 0,
             measure: Measure::Recency,
@@ -117,6 +124,7 @@ pub struct Store<R, B, E> {
     watches: Arc<watch::Watches>,
     due: sweep::Due,
     buffers: Buffers,
+    cache: cache::Cache,
     counters: Counters,
     /// Number of the next split or merge.
     sequence: AtomicU64,

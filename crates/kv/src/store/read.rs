@@ -84,8 +84,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let Some(hit) = self.seek(trip, key, Want::Value, buffer).await? else {
             return Ok(None);
         };
-        let block = self.parse(hit.word, &buffer[hit.block.unwrap_or_default()])?;
-        self.load(trip, hit.word.place, &block, value).await?;
+        self.load(trip, hit.word.place, &hit.whole(buffer)?, value).await?;
         Ok(Some(hit.expiry))
     }
 

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::Store;
+use super::cache::CacheStats;
 use crate::blocks::{Blocks, Usage};
 use crate::environment::Environment;
 use crate::layout::directory::Sizes;
@@ -39,6 +40,8 @@ pub struct Stats {
     pub gone_nodes: u32,
     /// Keys that were lost with memory nodes since the store was opened.
     pub gone: u64,
+    /// The value cache.
+    pub cache: CacheStats,
 }
 
 impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
@@ -52,6 +55,13 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         tables.unwrap_or_default().into_iter().map(timed).sum()
     }
 
+    /// Changes the maximum bytes of the value cache. Without effect on a store without a mirror.
+    pub fn resize_cache(&self, bytes: u64) {
+        if self.is_mirrored() {
+            self.cache.resize(bytes);
+        }
+    }
+
     /// Counts of keys and bytes.
     pub fn stats(&self) -> Stats {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -62,6 +72,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             moved: load(&self.removed.moved),
             gone_nodes: self.blocks.gone_nodes(),
             gone: load(&self.removed.gone),
+            cache: self.cache.stats(),
             ..Stats::default()
         };
         for (db, database) in self.databases.iter().enumerate() {

@@ -40,10 +40,16 @@ pub fn settings(form: Form, mirror: bool, groups: u16) -> Settings {
     Settings { form, mirror, groups: Some(groups), ..Settings::default() }
 }
 
-/// The columns with their settings.
-pub fn cases(groups: u16) -> [(&'static str, Settings); 3] {
-    COLUMNS.map(|(name, form, mirror)| (name, settings(form, mirror, groups)))
+/// The columns, and a mirrored store that caches values. The cache evicts values in most tests.
+pub fn cases(groups: u16) -> [(&'static str, Settings); 4] {
+    let [published, remote, mirrored] =
+        COLUMNS.map(|(name, form, mirror)| (name, settings(form, mirror, groups)));
+    let cached = Settings { cache_bytes: CACHE_BYTES, ..mirrored.1.clone() };
+    [published, remote, mirrored, ("fused, mirrored, values cached", cached)]
 }
+
+/// Bytes of a value cache that has room for some hundred short values.
+pub const CACHE_BYTES: u64 = 64 << 10;
 
 pub struct World {
     pub memory: Arc<Memory>,
