@@ -147,6 +147,7 @@ impl<N: Nic> Keyspace for Data<N> {
             index: stats.index_bytes,
             limbo: stats.usage.limbo,
             held: stats.usage.held,
+            cache: stats.cache,
             ..Usage::default()
         }
     }
@@ -173,6 +174,11 @@ impl<N: Nic> Keyspace for Data<N> {
             fact("store_blocks_moved", stats.moved),
             fact("store_keys_gone", stats.gone),
             fact("store_generation", self.store.generation()),
+            fact("cache_limit_bytes", stats.cache.limit),
+            fact("cache_bytes", stats.cache.bytes),
+            fact("cache_values", stats.cache.values),
+            fact("cache_hits", stats.cache.hits),
+            fact("cache_misses", stats.cache.misses),
         ]
     }
 

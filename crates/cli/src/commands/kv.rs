@@ -96,6 +96,11 @@ pub struct Kv {
     #[arg(long, value_name = "SIZE", default_value_t = Size(CHUNK_BYTES))]
     chunk: Size,
 
+    /// Memory of this process for values that were read: a repeated read of such a value sends
+    /// nothing to the pool; 0 is none [default: 0]
+    #[arg(long, value_name = "SIZE", conflicts_with = "no_index_cache")]
+    cache: Option<Size>,
+
     /// Keep no copy of the index in this process. Each command then reads the index in the pool.
     /// For comparison
     #[arg(long)]
@@ -207,6 +212,7 @@ impl Kv {
             ("maxmemory", self.maxmemory.clone()),
             ("maxmemory-policy", self.maxmemory_policy.clone()),
             ("dir", self.dir.clone()),
+            ("cache", self.cache.map(|size| size.0.to_string())),
             ("io-threads", self.threads.map(|threads| threads.to_string())),
         ];
         for (name, value) in
@@ -224,6 +230,11 @@ impl Kv {
             set(&config, &String::from_utf8_lossy(name), values)?;
         }
         let file = self.file.as_ref().map(|file| file.display().to_string()).unwrap_or_default();
+        if self.no_index_cache && !config.is("cache", "0") {
+            let text = "--no-index-cache: the parameter cache needs the copy of the index; remove \
+                        one of them";
+            return Err(usage(text.to_owned()).into());
+        }
         Ok(Setup { config, ignored, file })
     }
 
@@ -368,6 +379,17 @@ mod tests {
             survival.contains("dump.rdb is written by SAVE, BGSAVE and after 60 1"),
             "{survival}"
         );
+    }
+
+    #[test]
+    fn cache_is_a_parameter_and_needs_the_copy_of_the_index() {
+        let setup = parse(&["--cache", "64MiB"]).setup().unwrap();
+        assert_eq!(setup.config.get("cache"), "67108864");
+        let setup = parse(&["--set", "cache 1mb"]).setup().unwrap();
+        assert_eq!(setup.config.get("cache"), "1048576");
+        let error = parse(&["--set", "cache 1mb", "--no-index-cache"]).setup().unwrap_err();
+        assert!(error.is::<UsageError>(), "{error}");
+        assert!(Line::try_parse_from(["kv", "--cache", "1MiB", "--no-index-cache"]).is_err());
     }
 
     #[test]
