@@ -147,8 +147,8 @@ impl<N: Nic> Keyspace for Data<N> {
             index: stats.index_bytes,
             limbo: stats.usage.limbo,
             held: stats.usage.held,
+            local: stats.mirror_bytes,
             cache: stats.cache,
-            ..Usage::default()
         }
     }
 
@@ -171,6 +171,7 @@ impl<N: Nic> Keyspace for Data<N> {
             fact("store_limbo_bytes", stats.usage.limbo),
             fact("store_index_bytes", stats.index_bytes),
             fact("store_subtables", stats.tables),
+            fact("store_subtables_mirrored", stats.mirrored),
             fact("store_blocks_moved", stats.moved),
             fact("store_keys_gone", stats.gone),
             fact("store_generation", self.store.generation()),

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use common::spread::{Spread, SpreadStore, world};
-use common::{BEGIN, CACHE_BYTES, block_on, settings};
+use common::{BEGIN, CACHE_BYTES, block_on, mirror_bytes, settings};
 use kv::memory::{Client, Hand, Memory};
 use kv::{Candidates, Eviction, Expiry, Form, SetOptions, Settings, Store, Update, Wanted};
 use proptest::collection::vec;
@@ -74,11 +74,12 @@ struct Check {
 }
 
 impl Check {
-    fn new() -> Self {
+    fn new(index_cache: u64) -> Self {
         let (memory, spread) = world();
         let client = Arc::new(Client::new(memory.clone(), false));
         let hand = Hand::new(BEGIN, 1);
-        let settings = Settings { cache_bytes: CACHE_BYTES, ..settings(Form::Fused, true, 1) };
+        let settings =
+            Settings { cache_bytes: CACHE_BYTES, index_cache, ..settings(Form::Fused, true, 1) };
         let store = block_on(Store::create(client, spread.clone(), hand.clone(), settings));
         let (model, store) = (HashMap::new(), store.expect("a store"));
         Self { memory, spread, hand, store, model, now: BEGIN, serial: 0 }
@@ -231,8 +232,20 @@ proptest! {
 
     #[test]
     fn cached_values_are_those_of_a_map_while_memory_nodes_end(ops in vec(op(), 1..400)) {
-        let mut check = Check::new();
+        let mut check = Check::new(u64::MAX);
         ops.into_iter().for_each(|op| check.step(op));
+        check.end();
+    }
+
+    #[test]
+    fn partly_mirrored_values_are_those_of_a_map(
+        ops in vec(op(), 1..400), mirrors in 0..5_u64,
+    ) {
+        let mut check = Check::new(mirrors * mirror_bytes(1));
+        ops.into_iter().for_each(|op| check.step(op));
+        let stats = check.store.stats();
+        assert_eq!(stats.mirror_bytes, stats.mirrored * mirror_bytes(1));
+        assert!(stats.mirrored <= mirrors, "{stats:?}");
         check.end();
     }
 }

@@ -9,7 +9,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use common::linear::{Did, History, seeds};
-use common::{CACHE_BYTES, COLUMNS, TestStore, World, block_on, cases, settings};
+use common::{TestStore, World, block_on, cases};
 use kv::memory::{Arena, Client, Hand, Seeded, run};
 use kv::{Condition, Cursor, Error, Expiry, SetOptions, Settings, Store, Update, Wanted};
 
@@ -106,12 +106,11 @@ async fn churn(store: &TestStore, seed: u64) {
 fn operations_are_linearizable_per_key() {
     let mut splits = 0;
     for seed in 0..seeds() {
-        let (_, form, mirror) = COLUMNS[seed as usize % 3];
+        let cases = cases(1);
+        let (_, settings) = cases[seed as usize % cases.len()].clone();
         let world = World::new(4096, 1 << 20, true, seed);
-        let stripes = (seed / 3 % 2) as u8;
-        let cache_bytes = if seed / 6 % 2 == 0 { 0 } else { CACHE_BYTES };
-        let settings = settings(form, mirror, 1);
-        let store = world.create(Settings { stripe_bits: stripes, cache_bytes, ..settings });
+        let stripe_bits = (seed / cases.len() as u64 % 2) as u8;
+        let store = world.create(Settings { stripe_bits, ..settings });
         let history = History::default();
         let (history, store) = (&history, &store);
         let keys = 2 + seed % 7;
@@ -126,7 +125,11 @@ fn operations_are_linearizable_per_key() {
         splits += store.trips(kv::Operation::Split).operations;
         block_on(store.flush_all()).expect("a flush");
         // Root, journal, the journal's words.
-        assert_eq!(world.arena.used().len(), 2 + (1 << stripes), "seed {seed}: blocks were lost");
+        assert_eq!(
+            world.arena.used().len(),
+            2 + (1 << stripe_bits),
+            "seed {seed}: blocks were lost"
+        );
         assert_eq!(world.arena.wrong_frees(), 0, "seed {seed}");
     }
     assert!(splits > seeds(), "{splits} splits in {} runs", seeds());
@@ -136,10 +139,10 @@ fn operations_are_linearizable_per_key() {
 #[test]
 fn calls_of_several_keys_are_atomic() {
     for seed in 0..seeds() {
-        let (_, form, mirror) = COLUMNS[seed as usize % 3];
+        let cases = cases(1);
+        let (_, settings) = cases[seed as usize % cases.len()].clone();
         let world = World::new(4096, 1 << 20, true, seed);
-        let cache_bytes = if seed / 3 % 2 == 0 { 0 } else { CACHE_BYTES };
-        let store = world.create(Settings { cache_bytes, ..settings(form, mirror, 1) });
+        let store = world.create(settings);
         let store = &store;
         let write = |task: u64| async move {
             let (one, two) = (name(1), name(2));
@@ -175,9 +178,10 @@ fn calls_of_several_keys_are_atomic() {
 #[test]
 fn crashed_operations_are_linearizable_with_their_successor() {
     for seed in 0..seeds() {
-        let (_, form, mirror) = COLUMNS[seed as usize % 3];
+        let cases = cases(1);
+        let (_, settings) = cases[seed as usize % cases.len()].clone();
         let world = World::new(4096, 1 << 20, true, seed);
-        let store = world.create(settings(form, mirror, 1));
+        let store = world.create(settings.clone());
         let history = History::default();
         let opened = RefCell::new(Vec::new());
         let mut random = Seeded::new(seed);
@@ -208,7 +212,7 @@ fn crashed_operations_are_linearizable_with_their_successor() {
         let client = Arc::new(Client::new(world.memory.clone(), false));
         let arena = Arena::new(world.memory.clone(), 0, 1 << 20);
         let (hand, root) = (Hand::new(0, 5), store.root());
-        let opening = Store::open(client, arena, hand, settings(form, mirror, 1), root);
+        let opening = Store::open(client, arena, hand, settings, root);
         let successor = match block_on(opening) {
             Ok(successor) => successor,
             // The first owner ended before its store was whole.

@@ -348,4 +348,9 @@ proptest! {
     fn store_that_caches_values_agrees_with_a_map(ops in vec(op(), 1..200)) {
         check(3, ops);
     }
+
+    #[test]
+    fn partly_mirrored_store_agrees_with_a_map(ops in vec(op(), 1..200)) {
+        check(4, ops);
+    }
 }

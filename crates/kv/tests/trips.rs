@@ -4,7 +4,7 @@ mod common;
 
 use std::borrow::Cow;
 
-use common::{BEGIN, COLUMNS, World, block_on, settings, store};
+use common::{BEGIN, COLUMNS, World, block_on, mirror_bytes, settings, store};
 use kv::{Expiry, Form, Operation, SetOptions, Settings, Update, Wanted};
 
 /// The table of the design: published; fused with a remote index; fused and mirrored.
@@ -196,4 +196,41 @@ fn cached_value_takes_no_round_trip() {
     let cache = store.stats().cache;
     assert_eq!((cache.values, cache.bytes), (0, 0));
     assert_eq!((cache.hits, cache.misses), (11, 2), "{cache:?}");
+}
+
+#[test]
+fn keys_beyond_the_limit_of_the_mirrors_are_read_in_remote_memory() {
+    let world = World::new(4096, 1 << 20, false, 1);
+    let limit = 5 * mirror_bytes(2) + 7;
+    let store = world.create(Settings { index_cache: limit, ..settings(Form::Fused, true, 2) });
+    for i in 0..500_u32 {
+        let key = i.to_be_bytes();
+        block_on(store.set(0, &key, &key, SetOptions::default())).expect("a write");
+    }
+    let stats = store.stats();
+    assert_eq!((stats.mirrored, stats.mirror_bytes), (5, 5 * mirror_bytes(2)));
+    assert!(stats.tables > 15, "{stats:?}");
+    let mut taken = [0; 3];
+    for i in 0..500_u32 {
+        let key = i.to_be_bytes();
+        let before = world.client.waits();
+        assert_eq!(block_on(store.get(0, &key)).expect("a read").as_deref(), Some(&key[..]));
+        let waits = (world.client.waits() - before) as usize;
+        taken[waits] += 1;
+        let before = world.client.waits();
+        block_on(store.set(0, &key, b"other", SetOptions::default())).expect("a write");
+        assert_eq!(world.client.waits() - before, TABLE[3].1[if waits == 1 { 2 } else { 1 }]);
+    }
+    let [cached, mirrored, remote] = taken;
+    assert!(cached == 0 && mirrored > 50 && remote > 200, "{taken:?}");
+    // Keys of both kinds are read in the round trips of a key in remote memory.
+    let names: Vec<_> = (0..500_u32).map(u32::to_be_bytes).collect();
+    let keys: Vec<_> = names.iter().map(|key| &key[..]).collect();
+    let before = world.client.waits();
+    let values = block_on(store.get_many(0, &keys)).expect("a read");
+    assert!(values.iter().all(|value| value.as_deref() == Some(b"other")));
+    assert_eq!(world.client.waits() - before, 2);
+    // A flush gives the memory of the mirrors back.
+    block_on(store.flush_all()).expect("a flush");
+    assert_eq!(store.stats().mirror_bytes, 0);
 }

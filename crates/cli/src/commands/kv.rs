@@ -101,9 +101,14 @@ pub struct Kv {
     #[arg(long, value_name = "SIZE", conflicts_with = "no_index_cache")]
     cache: Option<Size>,
 
+    /// Limit of this process's copy of the index, 16 bytes a slot. Commands read the rest of the
+    /// index in the pool [default: no limit]
+    #[arg(long, value_name = "SIZE")]
+    index_cache: Option<Size>,
+
     /// Keep no copy of the index in this process. Each command then reads the index in the pool.
     /// For comparison
-    #[arg(long)]
+    #[arg(long, conflicts_with = "index_cache")]
     no_index_cache: bool,
 
     #[command(flatten)]
@@ -156,6 +161,7 @@ impl Kv {
         let groups = pools.first().map_or(1, Pool::groups).clamp(1, GROUPS_MAX);
         let settings = kv::Settings {
             mirror: !self.no_index_cache,
+            index_cache: self.index_cache.map_or(u64::MAX, |size| size.0),
             stripe_bits: groups.ilog2() as u8,
             ..kv::Settings::default()
         };

@@ -396,7 +396,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
 
     /// A slot that a call of several keys found changed: the call is half done.
     async fn lost_in_call(&self, trip: &Trip<'_>, at: Address) -> Result<(), Error> {
-        self.lost_swap(trip, at).await?;
+        self.lost_swap(trip, at, true).await?;
         self.interrupted.store(true, std::sync::atomic::Ordering::Relaxed);
         Err(Error::Diverged(at))
     }

@@ -342,7 +342,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let at = table.spot.slot(slot);
         if self.write_fresh(trip, &mut fresh, at, 0).await? != 0 {
             fresh.disown();
-            self.lost_swap(trip, at).await?;
+            self.lost_swap(trip, at, table.is_mirrored).await?;
             return Ok(Tried::Again);
         }
         let entry = Entry { word: fresh.word.word(), tag: key.hash.tag, expiry };
@@ -370,7 +370,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let (at, old) = (table.spot.slot(hit.slot), hit.word.word());
         if self.write_fresh(trip, &mut fresh, at, old).await? != old {
             fresh.disown();
-            self.lost_swap(trip, at).await?;
+            self.lost_swap(trip, at, table.is_mirrored).await?;
             return Ok(Tried::Again);
         }
         let (word, expiry) = (fresh.word.word(), fresh.expiry);
@@ -414,7 +414,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let parts = self.parts(trip, hit, buffer).await?;
         let (at, old) = (table.spot.slot(hit.slot), hit.word.word());
         if self.swap(trip, at, old, 0).await? != old {
-            self.lost_swap(trip, at).await?;
+            self.lost_swap(trip, at, table.is_mirrored).await?;
             return Ok(Tried::Again);
         }
         table.local.lock().replace(hit.slot, None);

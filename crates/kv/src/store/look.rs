@@ -83,7 +83,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         buffer: &mut Vec<u8>,
         along: Option<(Address, &[u8])>,
     ) -> Result<Option<Seen>, Error> {
-        if self.is_mirrored() {
+        if table.is_mirrored {
             return self.look_in_mirror(trip, table, key, want, buffer).await;
         }
         let mut view = View::new(Buckets::of(key.hash.upper, self.shape.groups));

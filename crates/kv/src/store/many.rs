@@ -105,9 +105,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         buffer: &mut Vec<u8>,
     ) -> Result<Option<Vec<Found>>, Error> {
         let mut found: Vec<Found> = sought.iter().map(|_| Found::default()).collect();
-        if !self.is_mirrored() {
-            self.read_all_buckets(trip, sought, &mut found).await?;
-        }
+        self.read_all_buckets(trip, sought, &mut found).await?;
         let mut candidates = Vec::new();
         let mut end = buffer.len();
         for (i, sought) in sought.iter().enumerate() {
@@ -165,6 +163,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         self.run(trip, &mut steps).await
     }
 
+    /// Reads the buckets of the keys whose subtables have no mirror.
     async fn read_all_buckets(
         &self,
         trip: &Trip<'_>,
@@ -173,7 +172,9 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     ) -> Result<(), Error> {
         let mut steps = Steps::new();
         for (sought, found) in sought.iter().zip(found) {
-            let Some(table) = &sought.table else { continue };
+            let Some(table) = sought.table.as_ref().filter(|table| !table.is_mirrored) else {
+                continue;
+            };
             let buckets = Buckets::of(sought.key.hash.upper, self.shape.groups);
             let view = found.view.insert(View::new(buckets));
             for (first, into) in buckets.first.into_iter().zip(&mut view.bytes) {

@@ -57,7 +57,7 @@ use crate::layout::root::DATABASES;
 use crate::layout::table::{BucketWord, Shape, Spot};
 use crate::place::Place;
 use crate::reach::Reach;
-use crate::table::{Local, Mirror, Table};
+use crate::table::{Budget, Local, Mirror, Table};
 use crate::ticket::{Hold, Name, Ticket, Tickets};
 pub use crate::uses::Measure;
 
@@ -76,8 +76,10 @@ pub enum Form {
 pub struct Settings {
     /// Which verbs are posted together.
     pub form: Form,
-    /// Keeps a copy of the index at the compute node: 17 bytes a slot. Form `published` has none.
+    /// Keeps a copy of the index at the compute node: 16 bytes a slot. Form `published` has none.
     pub mirror: bool,
+    /// Maximum bytes of the copy. Subtables beyond this limit are read in remote memory.
+    pub index_cache: u64,
     /// Maximum bytes of the value cache at the compute node; 0: none. Only a mirrored store has
     /// one.
     pub cache_bytes: u64,
@@ -94,6 +96,7 @@ impl Default for Settings {
         Self {
             form: Form::Fused,
             mirror: true,
+            index_cache: u64::MAX,
             cache_bytes: 0,
             groups: None,
             stripe_bits: 0,
@@ -125,6 +128,7 @@ pub struct Store<R, B, E> {
     due: sweep::Due,
     buffers: Buffers,
     cache: cache::Cache,
+    mirrors: Arc<Budget>,
     counters: Counters,
     /// Number of the next split or merge.
     sequence: AtomicU64,
@@ -218,13 +222,22 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         crate::hash::index(prefix, self.settings.stripe_bits.into()) as u32
     }
 
-    fn is_mirrored(&self) -> bool {
+    /// True if the store may mirror subtables.
+    fn has_mirrors(&self) -> bool {
         self.settings.mirror && self.settings.form == Form::Fused
     }
 
+    /// An empty mirror, unless the store has none or their memory has reached its limit.
+    fn new_mirror(&self) -> Option<Mirror> {
+        if self.has_mirrors() { Mirror::new(self.shape, &self.mirrors) } else { None }
+    }
+
     /// A subtable without keys that no directory names yet.
-    fn new_table(&self, spot: Spot, db: u8, word: BucketWord) -> Arc<Table> {
-        let mirror = self.is_mirrored().then(|| Mirror::new(self.shape));
+    ///
+    /// `knows_tags`: a mirror has the tags of all keys that the subtable gets at first. Without
+    /// them the subtable has no mirror.
+    fn new_table(&self, spot: Spot, db: u8, word: BucketWord, knows_tags: bool) -> Arc<Table> {
+        let mirror = if knows_tags { self.new_mirror() } else { None };
         let local = Local::new(self.shape, word, mirror);
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
         Table::new(spot, db, self.stripe(word.prefix << 16), sequence, local)

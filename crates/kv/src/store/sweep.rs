@@ -125,7 +125,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         buffer: &mut Vec<u8>,
     ) -> Result<Option<Hit>, Error> {
         let buckets = Buckets::of(hash.upper, self.shape.groups);
-        if self.is_mirrored() {
+        if table.is_mirrored {
             let found = {
                 let local = table.local.lock();
                 local.mirror.as_ref().and_then(|mirror| {

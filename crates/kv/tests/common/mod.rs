@@ -40,12 +40,22 @@ pub fn settings(form: Form, mirror: bool, groups: u16) -> Settings {
     Settings { form, mirror, groups: Some(groups), ..Settings::default() }
 }
 
-/// The columns, and a mirrored store that caches values. The cache evicts values in most tests.
-pub fn cases(groups: u16) -> [(&'static str, Settings); 4] {
+/// The columns, a mirrored store that caches values, and one that mirrors two subtables only. The
+/// cache evicts values in most tests.
+pub fn cases(groups: u16) -> [(&'static str, Settings); 5] {
     let [published, remote, mirrored] =
         COLUMNS.map(|(name, form, mirror)| (name, settings(form, mirror, groups)));
     let cached = Settings { cache_bytes: CACHE_BYTES, ..mirrored.1.clone() };
-    [published, remote, mirrored, ("fused, mirrored, values cached", cached)]
+    let index_cache = 2 * mirror_bytes(groups);
+    let partly = Settings { index_cache, ..cached.clone() };
+    let cached = ("fused, mirrored, values cached", cached);
+    [published, remote, mirrored, cached, ("fused, partly mirrored", partly)]
+}
+
+/// Bytes of the mirror of a subtable.
+pub fn mirror_bytes(groups: u16) -> u64 {
+    // Three buckets of seven slots of 16 bytes.
+    u64::from(groups) * 3 * 7 * 16
 }
 
 /// Bytes of a value cache that has room for some hundred short values.
