@@ -147,7 +147,8 @@ impl<N: Nic> Keyspace for Data<N> {
             index: stats.index_bytes,
             limbo: stats.usage.limbo,
             held: stats.usage.held,
-            ..Usage::default()
+            local: stats.mirror_bytes,
+            cache: stats.cache,
         }
     }
 
@@ -170,9 +171,15 @@ impl<N: Nic> Keyspace for Data<N> {
             fact("store_limbo_bytes", stats.usage.limbo),
             fact("store_index_bytes", stats.index_bytes),
             fact("store_subtables", stats.tables),
+            fact("store_subtables_mirrored", stats.mirrored),
             fact("store_blocks_moved", stats.moved),
             fact("store_keys_gone", stats.gone),
             fact("store_generation", self.store.generation()),
+            fact("cache_limit_bytes", stats.cache.limit),
+            fact("cache_bytes", stats.cache.bytes),
+            fact("cache_values", stats.cache.values),
+            fact("cache_hits", stats.cache.hits),
+            fact("cache_misses", stats.cache.misses),
         ]
     }
 

@@ -39,8 +39,8 @@ pub struct Usage {
     pub held: u64,
     /// Memory of this process for the index: mirror and expiries.
     pub local: u64,
-    /// Memory of this process for cached values.
-    pub cache: u64,
+    /// The cache of values in this process.
+    pub cache: kv::CacheStats,
 }
 
 /// A line of the section `# Pool` of INFO.

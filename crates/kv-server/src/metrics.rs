@@ -32,6 +32,10 @@ struct Report {
     limbo: u64,
     held: u64,
     limit: u64,
+    cache: u64,
+    cache_limit: u64,
+    cache_hits: u64,
+    cache_misses: u64,
     uptime_ms: u64,
 }
 
@@ -63,6 +67,15 @@ declare! {
             .in_unit(Unit::Bytes),
         held: gauge("kv_held", "Memory of the chunks that the store holds.").in_unit(Unit::Bytes),
         limit: gauge("kv_limit", "maxmemory; 0 without a limit.").in_unit(Unit::Bytes),
+        cache: gauge("kv_cache", "Memory of the server's process for cached values.")
+            .in_unit(Unit::Bytes),
+        cache_limit: gauge("kv_cache_limit", "cache; 0 without cached values.")
+            .in_unit(Unit::Bytes),
+        cache_hits: counter("kv_cache_hits", "Reads of values that were cached."),
+        cache_misses: counter(
+            "kv_cache_misses",
+            "Reads of values that were not cached, values in pieces excepted."
+        ),
         uptime_ms: gauge("kv_uptime", "Time since the start of the server.")
             .in_unit(Unit::Milliseconds),
     }
@@ -101,6 +114,10 @@ pub fn samples<K: Keyspace>(server: &Arc<Server>, store: &K) -> Samples {
         limbo: usage.limbo,
         held: usage.held,
         limit: server.config.live.max_memory(),
+        cache: usage.cache.bytes,
+        cache_limit: usage.cache.limit,
+        cache_hits: usage.cache.hits,
+        cache_misses: usage.cache.misses,
         uptime_ms: now_ms.saturating_sub(server.since_ms),
     };
     let mut samples = Samples::default();

@@ -17,8 +17,10 @@ const EXCEPTIONS: [(&str, &str); 2] = [
 fn compare(script: &str) {
     let Some(mut pair) = Pair::start() else { return };
     let mut differences = Vec::new();
-    for protocol in ["2", "3"] {
+    // Ours reads values from the pool first, and from the value cache then.
+    for (protocol, cache) in [("2", "0"), ("3", "16mb")] {
         pair.connect(protocol);
+        assert_eq!(pair.ask_one(1, &format!("CONFIG SET cache {cache}")), b"+OK\r\n");
         for line in script.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
             let [theirs, ours] = pair.ask(line);
             let is_exception = EXCEPTIONS.iter().any(|(other, _)| *other == line);
@@ -192,6 +194,32 @@ fn redis_loads_our_file_and_we_load_that_of_redis() {
     pair.connect_without_flush("2");
     assert_eq!(dump(&mut pair, 0), expected, "redis with our file");
     assert_eq!(dump(&mut pair, 1), expected, "ours with the file of redis");
+}
+
+#[test]
+fn values_are_cached_within_the_parameter_cache() {
+    let mut pair = Pair::of_ours(Ours::start(None));
+    pair.connect("2");
+    let mut ask = |line: &str| String::from_utf8(pair.ask_one(1, line)).unwrap();
+    assert_eq!(ask("CONFIG GET cache"), "*2\r\n$5\r\ncache\r\n$1\r\n0\r\n");
+    ask("SET key value");
+    assert_eq!(ask("GET key"), "$5\r\nvalue\r\n");
+    assert!(ask("INFO pool").contains("cache_limit_bytes:0\r\ncache_bytes:0\r\n"));
+    assert_eq!(ask("CONFIG SET cache 1mb"), "+OK\r\n");
+    for _ in 0..3 {
+        assert_eq!(ask("GET key"), "$5\r\nvalue\r\n");
+    }
+    let info = ask("INFO pool");
+    for field in ["limit_bytes:1048576", "values:1", "hits:2", "misses:1"] {
+        assert!(info.contains(&format!("cache_{field}\r\n")), "{field}: {info}");
+    }
+    assert!(!ask("INFO memory").contains("local_cache_memory:0\r\n"));
+    ask("SET key other");
+    assert_eq!(ask("MGET key absent"), "*2\r\n$5\r\nother\r\n$-1\r\n");
+    assert!(ask("INFO pool").contains("cache_hits:3\r\ncache_misses:1\r\n"));
+    assert_eq!(ask("CONFIG SET cache 0"), "+OK\r\n");
+    assert_eq!(ask("GET key"), "$5\r\nother\r\n");
+    assert!(ask("INFO pool").contains("cache_bytes:0\r\ncache_values:0\r\n"));
 }
 
 #[test]

@@ -15,6 +15,17 @@ pub enum Error {
     /// Remote memory cannot be reached.
     #[error(transparent)]
     Stopped(#[from] Stopped),
+    /// A memory node that is gone was accessed again, although its blocks count as lost.
+    #[error(
+        "accessing memory node {node} again after the memory node was gone: {why}; open the store \
+         again, and report this error"
+    )]
+    GoneAgain {
+        /// Number of the memory node in places.
+        node: u8,
+        /// The error of the connection.
+        why: String,
+    },
     /// Remote memory has bytes that the store cannot have written.
     #[error(
         "reading remote memory at {at}: {what}; another program has written there, or the memory \
@@ -83,11 +94,6 @@ pub enum Error {
 }
 
 impl Error {
-    /// True if a memory node with values is gone, and another attempt does without it.
-    pub(crate) fn is_gone(&self) -> bool {
-        matches!(self, Self::Stopped(Stopped::Gone { .. }))
-    }
-
     pub(crate) fn malformed(at: Address) -> impl Fn(Malformed) -> Self {
         move |what| Self::Malformed { at, what }
     }

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::ops::Deref;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -25,6 +26,8 @@ pub(crate) struct Table {
     pub stripe: u32,
     pub sequence: u64,
     pub gate: Gate,
+    /// True if the compute node mirrors the subtable.
+    pub is_mirrored: bool,
     pub local: Mutex<Local>,
 }
 
@@ -47,13 +50,56 @@ pub(crate) struct Local {
     reserved: SmallVec<[u32; 4]>,
 }
 
+/// Bytes of a slot in a mirror: word and tag.
+const MIRROR_SLOT_BYTES: usize = 16;
+
+/// The memory of all mirrors of a store, and its limit.
+#[derive(Debug)]
+pub(crate) struct Budget {
+    used: AtomicU64,
+    limit: u64,
+}
+
+impl Budget {
+    pub fn new(limit: u64) -> Arc<Self> {
+        Arc::new(Self { used: AtomicU64::new(0), limit })
+    }
+
+    /// Bytes of all mirrors.
+    pub fn used(&self) -> u64 {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    /// Reserves the memory of one mirror. `None`: the limit is reached.
+    fn reserve(self: &Arc<Self>, shape: Shape) -> Option<Share> {
+        let bytes = (MIRROR_SLOT_BYTES * shape.slots()) as u64;
+        let add = |used: u64| used.checked_add(bytes).filter(|used| *used <= self.limit);
+        let reserved = self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
+        reserved.ok().map(|_| Share { budget: self.clone(), bytes })
+    }
+}
+
+/// The memory of one mirror. Returned when the value is dropped.
+#[derive(Debug)]
+struct Share {
+    budget: Arc<Budget>,
+    bytes: u64,
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.budget.used.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
 /// A copy of the slots, with the tags of their keys.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(crate) struct Mirror {
     pub slots: Box<[u64]>,
     pub tags: Box<[u64]>,
     /// Expiry by slot, of the keys that have one.
     pub expiries: HashMap<u32, u64>,
+    _share: Share,
 }
 
 /// A key as a mirror knows it.
@@ -65,9 +111,12 @@ pub(crate) struct Entry {
 }
 
 impl Mirror {
-    pub fn new(shape: Shape) -> Self {
+    /// An empty mirror. `None`: the memory of mirrors has reached its limit.
+    pub fn new(shape: Shape, budget: &Arc<Budget>) -> Option<Self> {
+        let share = budget.reserve(shape)?;
         let empty = || vec![0; shape.slots()].into_boxed_slice();
-        Self { slots: empty(), tags: empty(), expiries: HashMap::new() }
+        let (slots, tags, expiries) = (empty(), empty(), HashMap::new());
+        Some(Self { slots, tags, expiries, _share: share })
     }
 
     /// The slot of the key, if the key is there.
@@ -153,8 +202,9 @@ impl Local {
 
 impl Table {
     pub fn new(spot: Spot, db: u8, stripe: u32, sequence: u64, local: Local) -> Arc<Self> {
-        let (gate, local) = (Gate::default(), Mutex::new(local));
-        Arc::new(Self { spot, db, stripe, sequence, gate, local })
+        let (gate, is_mirrored) = (Gate::default(), local.mirror.is_some());
+        let local = Mutex::new(local);
+        Arc::new(Self { spot, db, stripe, sequence, gate, is_mirrored, local })
     }
 
     /// Enters as a writer.
@@ -198,5 +248,23 @@ impl Deref for Entered {
 impl Drop for Entered {
     fn drop(&mut self) {
         self.0.gate.leave();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_of_a_mirror_returns_to_its_budget() {
+        let shape = Shape::new(1, 4096).expect("a shape");
+        let bytes = (MIRROR_SLOT_BYTES * shape.slots()) as u64;
+        let budget = Budget::new(2 * bytes + 1);
+        let mirrors = [Mirror::new(shape, &budget), Mirror::new(shape, &budget)];
+        assert!(mirrors.iter().all(Option::is_some) && budget.used() == 2 * bytes);
+        assert!(Mirror::new(shape, &budget).is_none());
+        drop(mirrors);
+        assert_eq!(budget.used(), 0);
+        assert!(Mirror::new(shape, &budget).is_some());
     }
 }

@@ -8,10 +8,10 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use common::{COLUMNS, TestStore, World, block_on, seeds, settings};
+use common::{TestStore, World, block_on, cases, seeds};
 use kv::check::linear::{Did, History};
 use kv::memory::{Arena, Client, Hand, Seeded, run};
-use kv::{Condition, Cursor, Error, Expiry, SetOptions, Store, Update, Wanted};
+use kv::{Condition, Cursor, Error, Expiry, SetOptions, Settings, Store, Update, Wanted};
 
 type Task<'a> = Pin<Box<dyn Future<Output = ()> + 'a>>;
 
@@ -106,11 +106,11 @@ async fn churn(store: &TestStore, seed: u64) {
 fn operations_are_linearizable_per_key() {
     let mut splits = 0;
     for seed in 0..seeds() {
-        let (_, form, mirror) = COLUMNS[seed as usize % 3];
+        let cases = cases(1);
+        let (_, settings) = cases[seed as usize % cases.len()].clone();
         let world = World::new(4096, 1 << 20, true, seed);
-        let stripes = (seed / 3 % 2) as u8;
-        let store =
-            world.create(kv::Settings { stripe_bits: stripes, ..settings(form, mirror, 1) });
+        let stripe_bits = (seed / cases.len() as u64 % 2) as u8;
+        let store = world.create(Settings { stripe_bits, ..settings });
         let history = History::default();
         let (history, store) = (&history, &store);
         let keys = 2 + seed % 7;
@@ -125,7 +125,11 @@ fn operations_are_linearizable_per_key() {
         splits += store.trips(kv::Operation::Split).operations;
         block_on(store.flush_all()).expect("a flush");
         // Root, journal, the journal's words.
-        assert_eq!(world.arena.used().len(), 2 + (1 << stripes), "seed {seed}: blocks were lost");
+        assert_eq!(
+            world.arena.used().len(),
+            2 + (1 << stripe_bits),
+            "seed {seed}: blocks were lost"
+        );
         assert_eq!(world.arena.wrong_frees(), 0, "seed {seed}");
     }
     assert!(splits > seeds(), "{splits} splits in {} runs", seeds());
@@ -135,9 +139,10 @@ fn operations_are_linearizable_per_key() {
 #[test]
 fn calls_of_several_keys_are_atomic() {
     for seed in 0..seeds() {
-        let (_, form, mirror) = COLUMNS[seed as usize % 3];
+        let cases = cases(1);
+        let (_, settings) = cases[seed as usize % cases.len()].clone();
         let world = World::new(4096, 1 << 20, true, seed);
-        let store = world.create(settings(form, mirror, 1));
+        let store = world.create(settings);
         let store = &store;
         let write = |task: u64| async move {
             let (one, two) = (name(1), name(2));
@@ -173,9 +178,10 @@ fn calls_of_several_keys_are_atomic() {
 #[test]
 fn crashed_operations_are_linearizable_with_their_successor() {
     for seed in 0..seeds() {
-        let (_, form, mirror) = COLUMNS[seed as usize % 3];
+        let cases = cases(1);
+        let (_, settings) = cases[seed as usize % cases.len()].clone();
         let world = World::new(4096, 1 << 20, true, seed);
-        let store = world.create(settings(form, mirror, 1));
+        let store = world.create(settings.clone());
         let history = History::default();
         let opened = RefCell::new(Vec::new());
         let mut random = Seeded::new(seed);
@@ -206,7 +212,7 @@ fn crashed_operations_are_linearizable_with_their_successor() {
         let client = Arc::new(Client::new(world.memory.clone(), false));
         let arena = Arena::new(world.memory.clone(), 0, 1 << 20);
         let (hand, root) = (Hand::new(0, 5), store.root());
-        let opening = Store::open(client, arena, hand, settings(form, mirror, 1), root);
+        let opening = Store::open(client, arena, hand, settings, root);
         let successor = match block_on(opening) {
             Ok(successor) => successor,
             // The first owner ended before its store was whole.
@@ -236,10 +242,10 @@ async fn churn_until_crash(store: &TestStore) {
 /// A reader stops between slot and block; meanwhile the key is deleted and its memory used again.
 #[test]
 fn late_reader_sees_no_memory_that_is_used_again() {
-    for (column, form, mirror) in COLUMNS {
+    for (column, settings) in cases(21) {
         for (polls, writes) in (0..20).flat_map(|polls| [(polls, 0), (polls, 20)]) {
             let world = World::new(4096, 1 << 20, true, 1);
-            let store = world.create(settings(form, mirror, 21));
+            let store = world.create(settings.clone());
             let value = encode(4);
             block_on(store.set(0, b"key", &value, SetOptions::default())).expect("a write");
             let mut reader = std::pin::pin!(store.get(0, b"key"));
@@ -263,6 +269,15 @@ fn late_reader_sees_no_memory_that_is_used_again() {
             let read = block_on(reader).expect("a read");
             if let Some(read) = read {
                 assert_eq!(read, value, "{column}, {polls} polls");
+            }
+            // The reader does not know the memory any more, so it is used again.
+            for i in writes..writes + 20 {
+                let options = SetOptions::default();
+                block_on(store.set(0, &name(i), &encode(4), options)).expect("a write");
+            }
+            for i in 0..writes + 20 {
+                let read = block_on(store.get(0, &name(i))).expect("a read");
+                assert_eq!(read, Some(encode(4)), "{column}, {polls} polls, key {i}");
             }
         }
     }

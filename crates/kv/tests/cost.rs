@@ -49,6 +49,15 @@ fn cost_of_operations() {
         value.clear();
         block_on(store.get_into(0, &key(i), &mut value)).unwrap();
     });
+    store.resize_cache(64 << 20);
+    for what in ["get, 1 KB, to be cached", "get, 1 KB, cached"] {
+        measure(what, &mut |i| {
+            value.clear();
+            block_on(store.get_into(0, &key(i), &mut value)).unwrap();
+        });
+    }
+    assert_eq!(store.stats().cache.hits, KEYS);
+    store.resize_cache(0);
     measure("exists", &mut |i| assert!(block_on(store.exists(0, &key(i))).unwrap()));
     measure("a READ of 1 KB of the pool", &mut |_| {
         let (heap, pool) = (store.blocks().heap().unwrap(), store.blocks().pool());

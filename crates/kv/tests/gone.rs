@@ -5,114 +5,11 @@ mod common;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use common::{BEGIN, COLUMNS, block_on, settings};
-use kv::blocks::{Blocks, NoBlock, Usage};
+use common::spread::{Spread, SpreadStore, world};
+use common::{BEGIN, block_on, cases};
+use kv::blocks::Blocks;
 use kv::memory::{Arena, Client, Hand, Memory};
-use kv::place::Place;
-use kv::{Candidates, Cursor, Eviction, Expiry, SetOptions, Store, Wanted};
-
-const CHUNK: u32 = 4096;
-const NODES: u8 = 3;
-
-/// An arena on each memory node.
-#[derive(Clone)]
-struct Spread {
-    memory: Arc<Memory>,
-    arenas: Vec<Arena>,
-}
-
-impl Spread {
-    fn arena(&self, place: Place) -> &Arena {
-        &self.arenas[usize::from(place.node())]
-    }
-}
-
-impl Blocks for Spread {
-    type Pin = Vec<<Arena as Blocks>::Pin>;
-
-    fn slab(&self) -> u32 {
-        CHUNK
-    }
-
-    async fn allocate(&self, stripe: u32, bytes: u32) -> Result<Place, NoBlock> {
-        self.arenas[0].allocate(stripe, bytes).await
-    }
-
-    async fn allocate_value(&self, stripe: u32, spread: u64, bytes: u32) -> Result<Place, NoBlock> {
-        let nodes = (0..NODES).map(|step| ((spread + u64::from(step)) % u64::from(NODES)) as u8);
-        for node in nodes.filter(|node| !self.memory.is_lost(*node)) {
-            if let Ok(place) = self.arenas[usize::from(node)].allocate(stripe, bytes).await {
-                return Ok(place);
-            }
-        }
-        Err(NoBlock::Full)
-    }
-
-    fn is_gone(&self, place: Place) -> bool {
-        self.memory.is_lost(place.node())
-    }
-
-    fn gone_nodes(&self) -> u32 {
-        (0..NODES).filter(|node| self.memory.is_lost(*node)).count() as u32
-    }
-
-    fn release(&self, place: Place) {
-        self.arena(place).release(place);
-    }
-
-    fn retire(&self, place: Place) {
-        self.arena(place).retire(place);
-    }
-
-    fn pin(&self) -> Self::Pin {
-        self.arenas.iter().map(Blocks::pin).collect()
-    }
-
-    fn adopt(&self, _: &[(Place, u32, u32)]) -> Result<(), NoBlock> {
-        Ok(())
-    }
-
-    async fn tend(&self) -> Result<(), NoBlock> {
-        Ok(())
-    }
-
-    fn evacuate(&self, share: u32) -> usize {
-        self.arenas
-            .iter()
-            .filter(|arena| !self.is_gone_arena(arena))
-            .map(|a| a.evacuate(share))
-            .sum()
-    }
-
-    fn is_leaving(&self, place: Place) -> bool {
-        self.arena(place).is_leaving(place)
-    }
-
-    fn settle(&self) {
-        self.arenas.iter().for_each(Blocks::settle);
-    }
-
-    fn usage(&self) -> Usage {
-        let add = |sum: Usage, arena: &Arena| {
-            let usage = arena.usage();
-            Usage {
-                live: sum.live + usage.live,
-                limbo: sum.limbo + usage.limbo,
-                held: sum.held + usage.held,
-                chunks: sum.chunks + usage.chunks,
-            }
-        };
-        self.arenas.iter().fold(Usage::default(), add)
-    }
-}
-
-impl Spread {
-    fn is_gone_arena(&self, arena: &Arena) -> bool {
-        arena.used().first().is_some_and(|place| self.is_gone(*place))
-    }
-}
-
-type SpreadStore = Store<Arc<Client>, Spread, Arc<Hand>>;
+use kv::{Candidates, Cursor, Error, Eviction, Expiry, SetOptions, Store, Wanted};
 
 fn name(i: u32) -> Vec<u8> {
     format!("key-{i}").into_bytes()
@@ -122,13 +19,6 @@ fn value(i: u32, version: u32) -> Vec<u8> {
     // Some values are in pieces.
     let bytes = if i.is_multiple_of(10) { 9000 + i } else { 40 + i };
     (0..bytes).map(|byte| (byte + 7 * i + version) as u8).collect()
-}
-
-fn world() -> (Arc<Memory>, Spread) {
-    let memory = Memory::new(CHUNK);
-    let arena = |node| Arena::on(memory.clone(), node, 0, 1 << 20);
-    let arenas = (0..NODES).map(arena).collect();
-    (memory.clone(), Spread { memory, arenas })
 }
 
 fn filled(
@@ -147,9 +37,9 @@ fn filled(
 
 #[test]
 fn the_rest_of_the_keys_outlives_a_memory_node() {
-    for (column, form, mirror) in COLUMNS {
+    for (column, settings) in cases(2) {
         let (memory, spread) = world();
-        let (store, _) = filled(&memory, &spread, settings(form, mirror, 2));
+        let (store, _) = filled(&memory, &spread, settings);
         let parts = spread.arenas.iter().map(|arena| arena.usage().live).collect::<Vec<_>>();
         assert!(parts.iter().all(|live| *live > 50_000), "{column}: {parts:?}");
         memory.lose(1);
@@ -182,9 +72,9 @@ fn the_rest_of_the_keys_outlives_a_memory_node() {
 /// Each kind of operation meets keys whose values are gone, before they are forgotten.
 #[test]
 fn operations_do_without_a_memory_node_that_is_gone() {
-    for (column, form, mirror) in COLUMNS {
+    for (column, settings) in cases(2) {
         let (memory, spread) = world();
-        let (store, hand) = filled(&memory, &spread, settings(form, mirror, 2));
+        let (store, hand) = filled(&memory, &spread, settings);
         let mut expected: HashMap<u32, Vec<u8>> = HashMap::new();
         memory.lose(2);
         for i in 0..200 {
@@ -252,5 +142,72 @@ fn operations_do_without_a_memory_node_that_is_gone() {
         block_on(store.forget_gone()).unwrap();
         let there = (0..800).filter(|i| block_on(store.exists(0, &name(*i))).unwrap()).count();
         assert_eq!(store.len(0), there as u64, "{column}");
+    }
+}
+
+/// Each kind of read ends with an error if the allocator denies that a memory node is gone.
+#[test]
+fn reads_end_if_the_loss_of_a_memory_node_is_denied() {
+    for (column, settings) in cases(2) {
+        let (memory, mut spread) = world();
+        spread.denies = true;
+        let (store, _) = filled(&memory, &spread, settings);
+        memory.lose(1);
+        let is_again = |error: &Error| matches!(error, Error::GoneAgain { node: 1, .. });
+        let before = store.reach().verbs();
+        let mut failed = 0;
+        for i in 0..200 {
+            let name = name(i);
+            let results = [
+                block_on(store.get(0, &name)).map(drop),
+                block_on(store.get_many(0, &[&name, b"absent"])).map(drop),
+                block_on(store.update(0, &name, |_, _| kv::Update::Keep)),
+                block_on(store.atomically(&[Wanted { db: 0, key: &name, is_read: true }], |_| ())),
+            ];
+            let errors = results.iter().filter(|result| result.is_err()).count();
+            assert!(errors == 0 || errors == results.len(), "{column}: {results:?}");
+            for error in results.into_iter().filter_map(Result::err) {
+                assert!(is_again(&error), "{column}: {error}");
+            }
+            failed += errors / 4;
+        }
+        assert!((40..90).contains(&failed), "{column}: {failed} keys are lost");
+        // Two attempts of four operations, each of at most 16 verbs.
+        let verbs = store.reach().verbs() - before;
+        assert!(verbs < 200 * 2 * 4 * 16, "{column}: {verbs} verbs");
+    }
+}
+
+#[test]
+fn value_is_lost_with_any_of_its_pieces() {
+    for (column, settings) in cases(2) {
+        let (memory, mut spread) = world();
+        spread.scattered = Some(Arc::default());
+        let (store, _) = filled(&memory, &spread, settings);
+        memory.lose(2);
+        let read = |i| block_on(store.get(0, &name(i))).unwrap();
+        // Values of three pieces and a list have blocks on each memory node.
+        for i in (0..200).step_by(10) {
+            assert_eq!(read(i), None, "{column}: key {i}");
+        }
+        let left = (0..200).filter(|i| read(*i).is_some()).count() as u64;
+        block_on(store.set(0, &name(0), b"new", SetOptions::default())).unwrap();
+        assert_eq!(read(0).as_deref(), Some(&b"new"[..]), "{column}");
+        let absent = |value: Option<&[u8]>, _| {
+            assert_eq!(value, None);
+            kv::Update::Keep
+        };
+        block_on(store.update(0, &name(10), absent)).unwrap();
+        assert_eq!(block_on(store.forget_gone()).unwrap(), 199 - left, "{column}");
+        assert_eq!(block_on(store.forget_gone()).unwrap(), 0, "{column}");
+        assert_eq!(store.len(0), left + 1, "{column}");
+        block_on(store.flush(0)).unwrap();
+        let left_over = spread.arenas.iter().map(|arena| arena.used().len()).sum::<usize>();
+        let wrong: u64 = spread.arenas.iter().map(Arena::wrong_frees).sum();
+        // The pieces of the 20 values in pieces are not known where the list is lost.
+        assert!(
+            wrong == 0 && left_over < 3 + 20 * 3,
+            "{column}: {left_over} blocks, {wrong} frees"
+        );
     }
 }

@@ -5,8 +5,8 @@ mod common;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
-use common::{BEGIN, COLUMNS, TestStore, World, block_on, settings};
-use kv::{Condition, Cursor, Expiry, SetOptions, Update, Wanted};
+use common::{BEGIN, CACHE_BYTES, TestStore, World, block_on, cases};
+use kv::{Candidates, Condition, Cursor, Eviction, Expiry, SetOptions, Update, Wanted};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -28,6 +28,8 @@ enum Op {
     Flush,
     Burst(u8),
     Drain(u8),
+    Evict,
+    ResizeCache(u8),
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -51,6 +53,8 @@ fn op() -> impl Strategy<Value = Op> {
         1 => Just(Op::Flush),
         3 => any::<u8>().prop_map(Op::Burst),
         3 => any::<u8>().prop_map(Op::Drain),
+        3 => Just(Op::Evict),
+        1 => (0..3_u8).prop_map(Op::ResizeCache),
     ]
 }
 
@@ -218,6 +222,27 @@ impl Check {
             .retain(|key| model.get(key).is_some_and(|kept| kept.expiry == 0 || kept.expiry > now));
     }
 
+    /// Evicts a key. The model finds which one.
+    fn evict(&mut self) {
+        let before = self.store.len(0);
+        let evicted = block_on(self.store.evict(Candidates::All, Eviction::Random));
+        assert_eq!(evicted.expect("an eviction"), before > 0);
+        assert_eq!(self.store.len(0), before.saturating_sub(1));
+        let alive: Vec<_> = (0..60).map(name).filter(|key| self.alive(key).is_some()).collect();
+        let mut gone = Vec::new();
+        for key in alive {
+            if !block_on(self.store.exists(0, &key)).expect("a read") {
+                gone.push(key);
+            }
+        }
+        assert!(gone.len() <= 1, "an eviction has deleted {gone:?}");
+        gone.iter().for_each(|key| self.remove(key));
+        if gone.is_empty() && before > 0 {
+            // An expired key, which is in the model until the next sweep.
+            self.step(Op::Sweep);
+        }
+    }
+
     fn step(&mut self, op: Op) {
         match op {
             Op::Set { key, bytes, expiry, condition, get } => {
@@ -261,6 +286,12 @@ impl Check {
                 self.scan.constant.clear();
                 assert_eq!(self.store.len(0), 0);
             }
+            Op::Evict => self.evict(),
+            Op::ResizeCache(part) => {
+                self.store.resize_cache(u64::from(part) * CACHE_BYTES);
+                let cache = self.store.stats().cache;
+                assert!(cache.bytes <= cache.limit, "{cache:?}");
+            }
             Op::Burst(seed) => {
                 (0..60).for_each(|i| self.set(i, usize::from(seed % 90), 0, 0, false))
             }
@@ -274,17 +305,21 @@ impl Check {
     /// Compares everything, then empties the store and looks for lost blocks.
     fn end(mut self) {
         (0..60).for_each(|key| self.get(key));
+        (0..60).for_each(|key| self.get(key));
+        let cache = self.store.stats().cache;
+        assert!(cache.bytes <= cache.limit, "{cache:?}");
         assert!(!self.scan.cursor.is_end() || self.scan.seen.len() <= 60);
         block_on(self.store.flush_all()).expect("a flush");
         assert_eq!(self.world.arena.used().len(), 3, "blocks were lost");
         assert_eq!(self.world.arena.wrong_frees(), 0);
+        assert_eq!(self.store.stats().cache.values, 0, "values of no key are cached");
     }
 }
 
-fn check(column: usize, ops: Vec<Op>) {
-    let (_, form, mirror) = COLUMNS[column];
+fn check(case: usize, ops: Vec<Op>) {
+    let [.., (_, settings)] = &cases(1)[..=case] else { return };
     let world = World::new(4096, 1 << 20, false, 9);
-    let store = world.create(settings(form, mirror, 1));
+    let store = world.create(settings.clone());
     let (model, scan) = (BTreeMap::new(), Scan::default());
     let mut check = Check { world, store, model, now: BEGIN, scan, serial: 0 };
     ops.into_iter().for_each(|op| check.step(op));
@@ -307,5 +342,15 @@ proptest! {
     #[test]
     fn mirrored_store_agrees_with_a_map(ops in vec(op(), 1..200)) {
         check(2, ops);
+    }
+
+    #[test]
+    fn store_that_caches_values_agrees_with_a_map(ops in vec(op(), 1..200)) {
+        check(3, ops);
+    }
+
+    #[test]
+    fn partly_mirrored_store_agrees_with_a_map(ops in vec(op(), 1..200)) {
+        check(4, ops);
     }
 }

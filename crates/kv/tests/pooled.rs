@@ -106,17 +106,25 @@ fn store_over_each_scheme_reads_what_was_written() {
 
 #[test]
 fn threads_share_a_store() {
-    for (form, mirror) in [(Form::Fused, true), (Form::Fused, false), (Form::Published, false)] {
+    let cases = [
+        (Form::Fused, true, 32 << 10),
+        (Form::Fused, true, 0),
+        (Form::Fused, false, 0),
+        (Form::Published, false, 0),
+    ];
+    for (form, mirror, cache_bytes) in cases {
         let pool = pool(schemes::ALL[0]);
         let memory = PoolMemory::new(pool, 0, heap::Settings::default()).unwrap();
         let groups = Some(1);
-        let settings = Settings { form, mirror, groups, stripe_bits: 1, ..Settings::default() };
+        let settings = Settings { form, mirror, groups, cache_bytes, ..Settings::default() };
+        let settings = Settings { stripe_bits: 1, ..settings };
         let store = Store::create_blocking(memory.clone(), memory, System, settings).unwrap();
         let store = Arc::new(store);
         let threads: Vec<_> = (0..4_u32)
             .map(|thread| {
                 let store = store.clone();
                 std::thread::spawn(move || {
+                    let mut last = 0;
                     for i in 0..150 {
                         let key = name(thread * 1000 + i);
                         let value = [thread as u8; 50];
@@ -127,6 +135,18 @@ fn threads_share_a_store() {
                         };
                         if i < 50 {
                             store.update_blocking(0, b"shared", add).unwrap();
+                        }
+                        // Changes of one key are read in their order.
+                        let count = store.get_blocking(0, b"shared").unwrap().unwrap()[0];
+                        assert!(count >= last, "{count} behind {last}");
+                        last = count;
+                        assert_eq!(
+                            store.get_blocking(0, &key).unwrap().as_deref(),
+                            Some(&value[..])
+                        );
+                        if i == 75 && thread == 0 && cache_bytes > 0 {
+                            store.resize_cache(0);
+                            store.resize_cache(cache_bytes);
                         }
                         if i % 3 == 0 {
                             assert!(store.delete_blocking(0, &key).unwrap());

@@ -137,3 +137,32 @@ fn full_pool_is_an_error_and_the_store_goes_on() {
     block_on(store.set(0, b"another", &[1; 900], SetOptions::default())).expect("a write");
     assert_eq!(store.len(0), u64::from(written));
 }
+
+#[test]
+fn read_of_several_keys_is_a_use_of_each_key() {
+    for (column, form, mirror) in COLUMNS {
+        for measure in [Measure::Recency, Measure::Frequency] {
+            let world = World::new(4096, 1 << 20, false, 3);
+            let store = world.create(Settings { measure, ..settings(form, mirror, 2) });
+            for i in 0..3 {
+                block_on(store.set(0, &name(i), b"value", SetOptions::default())).expect("a write");
+            }
+            world.hand.advance(200_000);
+            let told = |i| block_on(store.worth(0, &name(i))).expect("a read").expect("a key");
+            let before = [0, 1, 2].map(told);
+            for _ in 0..30 {
+                let keys = [&name(0)[..], &name(1), b"absent"];
+                let values = block_on(store.get_many(0, &keys)).expect("a read");
+                assert_eq!(values.iter().flatten().count(), 2);
+            }
+            let after = [0, 1, 2].map(told);
+            let is_used = |i: usize| match measure {
+                // Seconds since the last use.
+                Measure::Recency => before[i] >= 190 && after[i] < 10,
+                Measure::Frequency => after[i] > before[i],
+            };
+            let used = [0, 1, 2].map(is_used);
+            assert_eq!(used, [true, true, false], "{column}, {measure:?}: {before:?} {after:?}");
+        }
+    }
+}

@@ -4,8 +4,8 @@ mod common;
 
 use std::borrow::Cow;
 
-use common::{BEGIN, COLUMNS, block_on, store};
-use kv::{Expiry, Operation, SetOptions, Update, Wanted};
+use common::{BEGIN, COLUMNS, World, block_on, mirror_bytes, settings, store};
+use kv::{Expiry, Form, Operation, SetOptions, Settings, Update, Wanted};
 
 /// The table of the design: published; fused with a remote index; fused and mirrored.
 const TABLE: [(&str, [u64; 3]); 9] = [
@@ -131,4 +131,106 @@ fn split_takes_the_round_trips_of_the_table() {
             assert_eq!(block_on(store.get(0, &key)).expect("a read").as_deref(), Some(&key[..]));
         }
     }
+}
+
+#[test]
+fn cached_value_takes_no_round_trip() {
+    let world = World::new(4096, 1 << 20, false, 1);
+    let settings = Settings { cache_bytes: 1 << 20, ..settings(Form::Fused, true, 21) };
+    let store = world.create(settings);
+    let waits = || world.client.waits();
+    let set = |value: &'static [u8]| {
+        block_on(store.set(0, b"key", value, SetOptions::default())).expect("a write");
+    };
+    let get = |value: Option<&[u8]>, expected: u64, what: &str| {
+        let before = waits();
+        let found = block_on(store.get(0, b"key")).expect("a read");
+        assert_eq!((found.as_deref(), waits() - before), (value, expected), "{what}");
+    };
+    set(b"one");
+    get(Some(b"one"), 1, "a value that was not read before");
+    get(Some(b"one"), 0, "a value that was read");
+    let before = waits();
+    let several = block_on(store.get_many(0, &[b"key", b"absent", b"key"])).expect("a read");
+    assert_eq!(several, [Some(b"one".to_vec()), None, Some(b"one".to_vec())]);
+    assert_eq!(waits(), before, "several reads");
+
+    // A change of a cached value replaces the value.
+    set(b"two");
+    get(Some(b"two"), 0, "after a write");
+    let before = waits();
+    let append = |value: Option<&[u8]>, _| {
+        Update::Put(Cow::Owned([value.unwrap_or_default(), b"+"].concat()), Expiry::Keep)
+    };
+    block_on(store.update(0, b"key", append)).expect("an update");
+    assert_eq!(waits() - before, 1, "an update by the old value");
+    get(Some(b"two+"), 0, "after an update");
+    assert!(block_on(store.expire(0, b"key", BEGIN + 50, |_| true)).expect("a change"));
+    get(Some(b"two+"), 0, "after a change of the expiry");
+    let mut value = Vec::new();
+    let expiry = block_on(store.get_into(0, b"key", &mut value)).expect("a read");
+    assert_eq!((expiry, &value[..]), (Some(BEGIN + 50), &b"two+"[..]));
+    let wanted = [b"key", b"new"].map(|key| Wanted { db: 0, key, is_read: true });
+    let put = |call: &mut kv::Transaction| {
+        assert_eq!(call.get(0), Some(&b"two+"[..]));
+        (0..2).for_each(|key| call.put(key, b"three".to_vec(), Expiry::Never));
+    };
+    let before = waits();
+    block_on(store.atomically(&wanted, put)).expect("a change");
+    assert_eq!(waits() - before, 2, "a call of several keys");
+    get(Some(b"three"), 0, "after a call of several keys");
+    assert!(block_on(store.delete(0, b"key")).expect("a deletion"));
+    get(None, 0, "after the deletion");
+    assert_eq!(store.stats().cache.values, 0);
+
+    // An expired value is not returned, and a value in pieces is not cached.
+    set(b"four");
+    get(Some(b"four"), 1, "a new value");
+    block_on(store.expire(0, b"key", BEGIN + 50, |_| true)).expect("a change");
+    world.hand.advance(50);
+    get(None, 0, "after the expiry");
+    let long = vec![7; 9000];
+    block_on(store.set(0, b"key", &long, SetOptions::default())).expect("a write");
+    get(Some(&long), 2, "a value in pieces");
+    get(Some(&long), 2, "a value in pieces, again");
+    let cache = store.stats().cache;
+    assert_eq!((cache.values, cache.bytes), (0, 0));
+    assert_eq!((cache.hits, cache.misses), (11, 2), "{cache:?}");
+}
+
+#[test]
+fn keys_beyond_the_limit_of_the_mirrors_are_read_in_remote_memory() {
+    let world = World::new(4096, 1 << 20, false, 1);
+    let limit = 5 * mirror_bytes(2) + 7;
+    let store = world.create(Settings { index_cache: limit, ..settings(Form::Fused, true, 2) });
+    for i in 0..500_u32 {
+        let key = i.to_be_bytes();
+        block_on(store.set(0, &key, &key, SetOptions::default())).expect("a write");
+    }
+    let stats = store.stats();
+    assert_eq!((stats.mirrored, stats.mirror_bytes), (5, 5 * mirror_bytes(2)));
+    assert!(stats.tables > 15, "{stats:?}");
+    let mut taken = [0; 3];
+    for i in 0..500_u32 {
+        let key = i.to_be_bytes();
+        let before = world.client.waits();
+        assert_eq!(block_on(store.get(0, &key)).expect("a read").as_deref(), Some(&key[..]));
+        let waits = (world.client.waits() - before) as usize;
+        taken[waits] += 1;
+        let before = world.client.waits();
+        block_on(store.set(0, &key, b"other", SetOptions::default())).expect("a write");
+        assert_eq!(world.client.waits() - before, TABLE[3].1[if waits == 1 { 2 } else { 1 }]);
+    }
+    let [cached, mirrored, remote] = taken;
+    assert!(cached == 0 && mirrored > 50 && remote > 200, "{taken:?}");
+    // Keys of both kinds are read in the round trips of a key in remote memory.
+    let names: Vec<_> = (0..500_u32).map(u32::to_be_bytes).collect();
+    let keys: Vec<_> = names.iter().map(|key| &key[..]).collect();
+    let before = world.client.waits();
+    let values = block_on(store.get_many(0, &keys)).expect("a read");
+    assert!(values.iter().all(|value| value.as_deref() == Some(b"other")));
+    assert_eq!(world.client.waits() - before, 2);
+    // A flush gives the memory of the mirrors back.
+    block_on(store.flush_all()).expect("a flush");
+    assert_eq!(store.stats().mirror_bytes, 0);
 }

@@ -96,9 +96,19 @@ pub struct Kv {
     #[arg(long, value_name = "SIZE", default_value_t = Size(CHUNK_BYTES))]
     chunk: Size,
 
+    /// Memory of this process for values that were read: a repeated read of such a value sends
+    /// nothing to the pool; 0 is none [default: 0]
+    #[arg(long, value_name = "SIZE", conflicts_with = "no_index_cache")]
+    cache: Option<Size>,
+
+    /// Limit of this process's copy of the index, 16 bytes a slot. Commands read the rest of the
+    /// index in the pool [default: no limit]
+    #[arg(long, value_name = "SIZE")]
+    index_cache: Option<Size>,
+
     /// Keep no copy of the index in this process. Each command then reads the index in the pool.
     /// For comparison
-    #[arg(long)]
+    #[arg(long, conflicts_with = "index_cache")]
     no_index_cache: bool,
 
     #[command(flatten)]
@@ -151,6 +161,7 @@ impl Kv {
         let groups = pools.first().map_or(1, Pool::groups).clamp(1, GROUPS_MAX);
         let settings = kv::Settings {
             mirror: !self.no_index_cache,
+            index_cache: self.index_cache.map_or(u64::MAX, |size| size.0),
             stripe_bits: groups.ilog2() as u8,
             ..kv::Settings::default()
         };
@@ -207,6 +218,7 @@ impl Kv {
             ("maxmemory", self.maxmemory.clone()),
             ("maxmemory-policy", self.maxmemory_policy.clone()),
             ("dir", self.dir.clone()),
+            ("cache", self.cache.map(|size| size.0.to_string())),
             ("io-threads", self.threads.map(|threads| threads.to_string())),
         ];
         for (name, value) in
@@ -224,6 +236,11 @@ impl Kv {
             set(&config, &String::from_utf8_lossy(name), values)?;
         }
         let file = self.file.as_ref().map(|file| file.display().to_string()).unwrap_or_default();
+        if self.no_index_cache && !config.is("cache", "0") {
+            let text = "--no-index-cache: the parameter cache needs the copy of the index; remove \
+                        one of them";
+            return Err(usage(text.to_owned()).into());
+        }
         Ok(Setup { config, ignored, file })
     }
 
@@ -368,6 +385,17 @@ mod tests {
             survival.contains("dump.rdb is written by SAVE, BGSAVE and after 60 1"),
             "{survival}"
         );
+    }
+
+    #[test]
+    fn cache_is_a_parameter_and_needs_the_copy_of_the_index() {
+        let setup = parse(&["--cache", "64MiB"]).setup().unwrap();
+        assert_eq!(setup.config.get("cache"), "67108864");
+        let setup = parse(&["--set", "cache 1mb"]).setup().unwrap();
+        assert_eq!(setup.config.get("cache"), "1048576");
+        let error = parse(&["--set", "cache 1mb", "--no-index-cache"]).setup().unwrap_err();
+        assert!(error.is::<UsageError>(), "{error}");
+        assert!(Line::try_parse_from(["kv", "--cache", "1MiB", "--no-index-cache"]).is_err());
     }
 
     #[test]

@@ -128,7 +128,7 @@ pub(super) fn memory<K: Keyspace>(cx: &Context<'_, K>) -> Fields {
         index_memory: usage.index,
         limbo_memory: usage.limbo,
         local_index_memory: usage.local,
-        local_cache_memory: usage.cache,
+        local_cache_memory: usage.cache.bytes,
         process_memory: process,
         process_memory_human: human(process),
     }

@@ -44,6 +44,7 @@ impl AtomicLimit {
 #[derive(Debug, Default)]
 pub struct Live {
     max_memory: AtomicU64,
+    cache: AtomicU64,
     max_clients: AtomicUsize,
     timeout_s: AtomicU64,
     keepalive_s: AtomicU32,
@@ -64,6 +65,11 @@ impl Live {
     /// `maxmemory` in bytes; 0 is no limit.
     pub fn max_memory(&self) -> u64 {
         self.max_memory.load(Ordering::Relaxed)
+    }
+
+    /// `cache` in bytes; 0: no value is cached.
+    pub(crate) fn cache(&self) -> u64 {
+        self.cache.load(Ordering::Relaxed)
     }
 
     pub(crate) fn max_clients(&self) -> usize {
@@ -125,6 +131,7 @@ impl Live {
         let number = |name| config.number(name);
         let size = |name| usize::try_from(config.number(name)).unwrap_or(usize::MAX);
         self.max_memory.store(number("maxmemory"), Ordering::Relaxed);
+        self.cache.store(number("cache"), Ordering::Relaxed);
         self.max_clients.store(size("maxclients"), Ordering::Relaxed);
         self.timeout_s.store(number("timeout"), Ordering::Relaxed);
         self.keepalive_s.store(size("tcp-keepalive") as u32, Ordering::Relaxed);

@@ -131,6 +131,8 @@ pub(crate) static PARAMETERS: &[Parameter] = &[
     // Memory and keys.
     row("databases", Only("argument must be '16': the store has 16 databases"), "16", Start),
     row("maxmemory", BYTES, "0", Live),
+    // Of this server, not of Redis: memory of the process for values.
+    row("cache", BYTES, "0", Live),
     row("maxmemory-policy", Word(POLICIES), "noeviction", Live),
     row("maxmemory-samples", Number(1, INT), "5", Live),
     row("maxmemory-eviction-tenacity", Number(0, 100), "10", Unused),

@@ -46,6 +46,7 @@ impl<N: Nic> Data<N> {
     pub(crate) fn apply(&self, server: &Server) {
         let counts = server.config.get("maxmemory-policy").ends_with("lfu");
         self.store.measure(if counts { Measure::Frequency } else { Measure::Recency });
+        self.store.resize_cache(server.config.live.cache());
     }
 
     /// Evicts keys until the memory in use is below `maxmemory`.

@@ -141,6 +141,12 @@ pub fn reseal(place: Place, block: &mut [u8]) {
     block[..4].copy_from_slice(&crc.to_be_bytes());
 }
 
+#[cfg(test)]
+thread_local! {
+    /// Checksums of blocks that this thread has compared.
+    pub(crate) static COMPARED: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+}
+
 fn covered(place: Place, block: &[u8]) -> u32 {
     let mut crc = begun(place);
     crc.update(&block[4..EXPIRY as usize]);
@@ -213,10 +219,23 @@ impl<'a> Block<'a> {
         let Some(block) = bytes.get(..end) else {
             return Err(Malformed("a block is longer than its slot says"));
         };
+        #[cfg(test)]
+        COMPARED.set(COMPARED.get() + 1);
         if covered(place, block) != half(bytes, 0) {
             return Err(Malformed("a block's checksum differs"));
         }
         Ok(Self { head, key: &block[HEADER_BYTES..key_end], rest: &block[key_end..] })
+    }
+
+    /// Divides the bytes of a block that was parsed before. The checksum is not compared again.
+    pub(crate) fn divide(head: Head, block: &'a [u8]) -> Self {
+        let (key, rest) = block[HEADER_BYTES..].split_at(head.key as usize);
+        Self { head, key, rest }
+    }
+
+    /// Bytes of the block.
+    pub fn bytes(&self) -> usize {
+        HEADER_BYTES + self.key.len() + self.rest.len()
     }
 
     /// The list of pieces. An error for a string.

@@ -81,6 +81,11 @@ impl<R: Reach, B: SharedBlocks, E: Environment> Pieces for SharedStore<R, B, E> 
         &self.buffers
     }
 
+    /// A shared index is on one memory node.
+    fn is_gone(&self, _: Place) -> bool {
+        false
+    }
+
     async fn run(&self, trip: &Trip<'_>, steps: &mut [Step<'_>]) -> Result<(), Error> {
         Self::run(self, trip, steps).await
     }

@@ -106,15 +106,20 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         Ok(old)
     }
 
-    /// The meaning of a CAS that found another word: an error, unless a task of this store that
-    /// uses no mirror may have changed the slot in between.
-    pub(super) async fn lost_swap(&self, trip: &Trip<'_>, at: Address) -> Result<(), Error> {
+    /// The meaning of a CAS that found another word: an error, unless the word is of a subtable
+    /// without a mirror, where a task of this store may have changed the slot in between.
+    pub(super) async fn lost_swap(
+        &self,
+        trip: &Trip<'_>,
+        at: Address,
+        is_mirrored: bool,
+    ) -> Result<(), Error> {
         let mut bytes = [0; 8];
         let generation = root::generation_word(self.root);
         self.run(trip, &mut [Step::Read { at: generation, into: &mut bytes }]).await?;
         let error = if word(&bytes, 0) != self.generation {
             Error::Deposed
-        } else if self.is_mirrored() {
+        } else if is_mirrored {
             Error::Diverged(at)
         } else {
             return Ok(());

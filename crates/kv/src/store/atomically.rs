@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use super::access::Steps;
 use super::change::Expiry;
+use super::gone::Losses;
 use super::look::{Hit, Want};
 use super::many::{Found, Sought};
 use super::owned::Owned;
@@ -187,11 +188,15 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         ticket.valid().await;
         let trip = self.trip(Operation::Atomically);
         let _pin = self.blocks.pin();
+        let mut losses = Losses::default();
         loop {
             self.check()?;
             let tried = match self.try_atomically(&trip, &distinct, &same, &mut change).await {
-                Err(error) if error.is_gone() => continue,
-                tried => tried?,
+                Ok(tried) => tried,
+                Err(error) => {
+                    losses.meet(error)?;
+                    continue;
+                }
             };
             match tried {
                 Tried::Done(result) => return Ok(result),
@@ -295,8 +300,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let mut state = State::default();
             if let Some(hit) = found.hit.as_ref().filter(|hit| !hit.is_expired(now)) {
                 (state.is_there, state.expiry) = (true, hit.expiry);
-                if let (Want::Value, Some(range)) = (sought.want, hit.block.clone()) {
-                    let block = self.parse(hit.word, &buffer[range])?;
+                if sought.want == Want::Value {
+                    let block = hit.whole(buffer)?;
                     self.load(trip, hit.word.place, &block, &mut state.value).await?;
                 }
             }
@@ -391,7 +396,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
 
     /// A slot that a call of several keys found changed: the call is half done.
     async fn lost_in_call(&self, trip: &Trip<'_>, at: Address) -> Result<(), Error> {
-        self.lost_swap(trip, at).await?;
+        self.lost_swap(trip, at, true).await?;
         self.interrupted.store(true, std::sync::atomic::Ordering::Relaxed);
         Err(Error::Diverged(at))
     }
@@ -439,7 +444,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             one.is_settled = true;
             self.database(key).count(i64::from(is_new) - i64::from(!is_there));
             if let Some(old) = &one.old {
-                self.retire(old.word, &one.parts);
+                let standing = self.retire(old.word, &one.parts);
+                if let (Some(_), Some(fresh)) = (standing, &one.fresh) {
+                    self.keep(&one.table, one.slot, fresh.word, &fresh.bytes, standing);
+                }
             }
             self.touched(key.name());
             if is_there {

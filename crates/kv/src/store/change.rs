@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
+use super::gone::Losses;
 use super::look::{Hit, Seen, Want};
 use super::trips::{Operation, Trip};
 use super::value::Fresh;
@@ -212,11 +213,15 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         ticket.valid().await;
         let trip = self.trip(kind);
         let _pin = self.blocks.pin();
+        let mut losses = Losses::default();
         loop {
             self.check()?;
             let tried = match self.attempt(&trip, &key, want, ahead, &mut decide).await {
-                Err(error) if error.is_gone() => continue,
-                tried => tried?,
+                Ok(tried) => tried,
+                Err(error) => {
+                    losses.meet(error)?;
+                    continue;
+                }
             };
             match tried {
                 Tried::Done => return Ok(()),
@@ -276,9 +281,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let alive = hit.as_ref().filter(|hit| !hit.is_expired(now));
         let mut value = self.buffers.take();
         if let (Some(hit), Want::Value) = (alive, want) {
-            let range = hit.block.clone().unwrap_or_default();
-            let block = self.parse(hit.word, &buffer[range])?;
-            self.load(trip, hit.word.place, &block, &mut value).await?;
+            self.load(trip, hit.word.place, &hit.whole(&buffer)?, &mut value).await?;
         }
         let seen = (want == Want::Value).then_some(value.as_slice());
         let current = alive.map(|hit| Current { value: seen, expiry: hit.expiry });
@@ -339,7 +342,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let at = table.spot.slot(slot);
         if self.write_fresh(trip, &mut fresh, at, 0).await? != 0 {
             fresh.disown();
-            self.lost_swap(trip, at).await?;
+            self.lost_swap(trip, at, table.is_mirrored).await?;
             return Ok(Tried::Again);
         }
         let entry = Entry { word: fresh.word.word(), tag: key.hash.tag, expiry };
@@ -367,12 +370,16 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let (at, old) = (table.spot.slot(hit.slot), hit.word.word());
         if self.write_fresh(trip, &mut fresh, at, old).await? != old {
             fresh.disown();
-            self.lost_swap(trip, at).await?;
+            self.lost_swap(trip, at, table.is_mirrored).await?;
             return Ok(Tried::Again);
         }
         let (word, expiry) = (fresh.word.word(), fresh.expiry);
         table.local.lock().replace(hit.slot, Some(Entry { word, tag: key.hash.tag, expiry }));
-        self.retire(hit.word, &parts);
+        // A value that is read often stays cached.
+        let standing = self.retire(hit.word, &parts);
+        if standing.is_some() {
+            self.keep(table, hit.slot, fresh.word, &fresh.bytes, standing);
+        }
         self.note(table, key, hit.slot, expiry);
         Ok(Tried::Done)
     }
@@ -407,7 +414,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let parts = self.parts(trip, hit, buffer).await?;
         let (at, old) = (table.spot.slot(hit.slot), hit.word.word());
         if self.swap(trip, at, old, 0).await? != old {
-            self.lost_swap(trip, at).await?;
+            self.lost_swap(trip, at, table.is_mirrored).await?;
             return Ok(Tried::Again);
         }
         table.local.lock().replace(hit.slot, None);

@@ -5,11 +5,12 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 
 use super::access::Steps;
 use super::atomically::Journal;
+use super::cache::Cache;
 use super::database::{Database, Directory};
 use super::image::{Image, entry_of, root_word};
 use super::scratch::Buffers;
 use super::trips::{Counters, Operation};
-use super::{Settings, Store};
+use super::{Form, Settings, Store};
 use crate::blocks::Blocks;
 use crate::environment::Environment;
 use crate::error::Error;
@@ -18,7 +19,7 @@ use crate::layout::root::{DATABASES, DirectoryRoot, Fixed, Mode, ROOT_BYTES, Roo
 use crate::layout::table::{BucketWord, Header, Shape};
 use crate::place::Place;
 use crate::reach::{Reach, Step};
-use crate::table::Table;
+use crate::table::{Budget, Table};
 use crate::ticket::Tickets;
 
 impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
@@ -101,11 +102,16 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             ));
         };
         let settings = Settings { stripe_bits: root.fixed.stripe_bits, ..settings };
+        let cache_bytes =
+            if settings.mirror && settings.form == Form::Fused { settings.cache_bytes } else { 0 };
+        let index_cache = settings.index_cache;
         let counts_uses = AtomicBool::new(settings.measure == crate::uses::Measure::Frequency);
         Ok(Self {
             reach,
             blocks,
             environment,
+            cache: Cache::new(cache_bytes),
+            mirrors: Budget::new(index_cache),
             settings,
             root: place,
             generation: root.generation,
@@ -143,7 +149,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let spot = self.allocate_table(&mut owned, stripe).await?;
             let prefix = crate::hash::prefix(u64::from(stripe) << (63 - depth) << 1, depth);
             let word = BucketWord { depth, prefix, ..BucketWord::default() };
-            let table = self.new_table(spot, db, word);
+            let table = self.new_table(spot, db, word, true);
             let header = Header { db, whole: word, sequence: table.sequence };
             images.push(Image::new(&table.spot, header, &vec![0; self.shape.slots()]));
             tables.push(table);
@@ -173,7 +179,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         db: u8,
     ) -> Result<(), Error> {
         let at = root_word(self.root, db);
-        self.lost_swap(trip, at).await?;
+        self.lost_swap(trip, at, true).await?;
         self.interrupted.store(true, std::sync::atomic::Ordering::Relaxed);
         Err(Error::Diverged(at))
     }

@@ -132,7 +132,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let start = self.environment.random() as usize % groups;
         let (now, measure) = (self.environment.now(), self.measured());
         let mut sample = SmallVec::new();
-        if self.is_mirrored() {
+        if table.is_mirrored {
             let local = table.local.lock();
             let Some(mirror) = &local.mirror else { return Ok(sample) };
             for i in 0..groups * GROUP_SLOTS {
@@ -208,7 +208,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         if word.length == class::PIECES && !self.blocks.is_gone(word.place) {
             buffer.clear();
             self.read_block(trip, word, &mut buffer).await?;
-            hit.block = Some(0..buffer.len());
+            hit.block = Some(self.checked(word, &buffer, 0..buffer.len())?);
         }
         let key = Key { db: table.db, bytes: &[], hash: KeyHash { upper: tag, tag } };
         let tried = self.unlink(trip, &table, &key, &hit, &buffer).await?;
@@ -222,7 +222,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         chosen: Sampled,
         buffer: &mut Vec<u8>,
     ) -> Result<bool, Error> {
-        if self.is_mirrored() {
+        if table.is_mirrored {
             let local = table.local.lock();
             let entry = local.mirror.as_ref().and_then(|mirror| mirror.entry(chosen.slot));
             let expected = (chosen.word.word(), chosen.tag);

@@ -6,6 +6,7 @@ use smallvec::SmallVec;
 
 use super::access::Steps;
 use super::trips::Trip;
+use super::whole::Whole;
 use super::{Key, Store};
 use crate::blocks::Blocks;
 use crate::environment::Environment;
@@ -41,8 +42,8 @@ pub(super) struct Hit {
     pub word: Slot,
     /// The expiry; 0: none.
     pub expiry: u64,
-    /// The whole block, if it was read: a range of the operation's buffer.
-    pub block: Option<Range<usize>>,
+    /// The whole block, if the look-up wanted the block.
+    pub block: Option<Whole>,
 }
 
 impl Hit {
@@ -79,7 +80,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         buffer: &mut Vec<u8>,
         along: Option<(Address, &[u8])>,
     ) -> Result<Option<Seen>, Error> {
-        if self.is_mirrored() {
+        if table.is_mirrored {
             return self.look_in_mirror(trip, table, key, want, buffer).await;
         }
         let mut view = View::new(Buckets::of(key.hash.upper, self.shape.groups));
@@ -129,15 +130,24 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         }
         let is_list = hit.word.length == class::PIECES;
         if want == Want::Value || want == Want::Places && is_list {
-            let start = buffer.len();
-            self.read_block(trip, hit.word, buffer).await?;
-            let block = self.parse(hit.word, &buffer[start..])?;
+            let (is_cached, whole) = match self.cached(hit.word, hit.expiry) {
+                Some(whole) => (true, whole),
+                None => {
+                    let start = buffer.len();
+                    self.read_block(trip, hit.word, buffer).await?;
+                    (false, self.checked(hit.word, buffer, start..buffer.len())?)
+                }
+            };
+            let block = whole.block(buffer);
             // Two keys with one tag: the other one is there.
             if block.key != key.bytes {
                 return Ok(Some(Seen { hit: None, view: None }));
             }
-            hit.expiry = block.head.expiry;
-            hit.block = Some(start..buffer.len());
+            hit.expiry = if self.lacks_pieces(&block) { GONE } else { block.head.expiry };
+            hit.block = Some(whole);
+            if !is_cached && want == Want::Value {
+                self.keep_read(table, &hit, buffer);
+            }
         }
         Ok(Some(Seen { hit: Some(hit), view: None }))
     }
@@ -224,11 +234,15 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             return Ok(None);
         }
         let is_whole = want == Want::Value || want == Want::Places && word.length == class::PIECES;
+        let mut hit = Hit { slot, word, expiry: head.expiry, block: None };
         if is_whole {
-            self.parse(word, bytes)?;
+            let whole = self.checked(word, buffer, range)?;
+            if self.lacks_pieces(&whole.block(buffer)) {
+                hit.expiry = GONE;
+            }
+            hit.block = Some(whole);
         }
-        let block = is_whole.then_some(range);
-        Ok(Some(Hit { slot, word, expiry: head.expiry, block }))
+        Ok(Some(hit))
     }
 
     /// Parses the whole block that `word` names.

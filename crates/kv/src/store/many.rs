@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::access::Steps;
+use super::gone::Losses;
 use super::look::{Candidate, GONE, Hit, Want};
 use super::trips::{Operation, Trip};
 use super::{Key, Store};
@@ -40,6 +41,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let trip = self.trip(Operation::Get);
         let _pin = self.blocks.pin();
         let mut buffer = self.buffers.take();
+        let mut losses = Losses::default();
         let mut before = Vec::new();
         loop {
             buffer.clear();
@@ -47,11 +49,19 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let want = Want::Value;
             let sought: Vec<_> =
                 keys.iter().map(|key| Sought { key: *key, want, table: table(key) }).collect();
-            match self.look_all(&trip, &sought, &mut buffer).await {
-                Ok(Some(found)) => return self.values(&trip, found, &buffer).await,
-                Err(error) if error.is_gone() => continue,
-                moved => moved?,
+            let values = match self.look_all(&trip, &sought, &mut buffer).await {
+                Ok(Some(found)) => self.values(&trip, &sought, found, &buffer).await.map(Some),
+                Ok(None) => Ok(None),
+                Err(error) => Err(error),
             };
+            match values {
+                Ok(Some(values)) => return Ok(values),
+                Ok(None) => {}
+                Err(error) => {
+                    losses.meet(error)?;
+                    continue;
+                }
+            }
             self.check()?;
             // The directory changes before a subtable does, so other subtables have the keys now.
             let tables: Vec<_> = sought.into_iter().filter_map(|sought| sought.table).collect();
@@ -62,22 +72,26 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         }
     }
 
+    /// The values of the keys that are there. Notes their uses.
     async fn values(
         &self,
         trip: &Trip<'_>,
+        sought: &[Sought<'_>],
         found: Vec<Found>,
         buffer: &[u8],
     ) -> Result<Vec<Option<Vec<u8>>>, Error> {
         let now = self.environment.now();
         let mut values = Vec::with_capacity(found.len());
-        for found in found {
+        for (sought, found) in sought.iter().zip(found) {
             let Some(hit) = found.hit.filter(|hit| !hit.is_expired(now)) else {
                 values.push(None);
                 continue;
             };
-            let block = self.parse(hit.word, &buffer[hit.block.unwrap_or_default()])?;
             let mut value = Vec::new();
-            self.load(trip, hit.word.place, &block, &mut value).await?;
+            self.load(trip, hit.word.place, &hit.whole(buffer)?, &mut value).await?;
+            if let Some(table) = &sought.table {
+                self.used(table, hit.slot, false);
+            }
             values.push(Some(value));
         }
         Ok(values)
@@ -91,9 +105,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         buffer: &mut Vec<u8>,
     ) -> Result<Option<Vec<Found>>, Error> {
         let mut found: Vec<Found> = sought.iter().map(|_| Found::default()).collect();
-        if !self.is_mirrored() {
-            self.read_all_buckets(trip, sought, &mut found).await?;
-        }
+        self.read_all_buckets(trip, sought, &mut found).await?;
         let mut candidates = Vec::new();
         let mut end = buffer.len();
         for (i, sought) in sought.iter().enumerate() {
@@ -118,8 +130,11 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         }
         self.read_candidates(trip, &candidates, buffer, end).await?;
         for (i, candidate) in candidates {
-            let Sought { key, want, .. } = &sought[i];
+            let Sought { key, want, table } = &sought[i];
             if let Some(hit) = self.compare(key, *want, candidate, buffer)? {
+                if let (Want::Value, Some(table)) = (want, table) {
+                    self.keep_read(table, &hit, buffer);
+                }
                 found[i].hit = Some(hit);
             }
         }
@@ -148,6 +163,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         self.run(trip, &mut steps).await
     }
 
+    /// Reads the buckets of the keys whose subtables have no mirror.
     async fn read_all_buckets(
         &self,
         trip: &Trip<'_>,
@@ -156,7 +172,9 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     ) -> Result<(), Error> {
         let mut steps = Steps::new();
         for (sought, found) in sought.iter().zip(found) {
-            let Some(table) = &sought.table else { continue };
+            let Some(table) = sought.table.as_ref().filter(|table| !table.is_mirrored) else {
+                continue;
+            };
             let buckets = Buckets::of(sought.key.hash.upper, self.shape.groups);
             let view = found.view.insert(View::new(buckets));
             for (first, into) in buckets.first.into_iter().zip(&mut view.bytes) {
@@ -217,10 +235,15 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             return true;
         }
         let is_list = word.length == class::PIECES;
+        let expiry = mirror.entry(slot).map_or(0, |entry| entry.expiry);
         if sought.want == Want::Value || sought.want == Want::Places && is_list {
-            candidate(slot, word);
+            match self.cached(word, expiry) {
+                // Two keys with one tag: the other one is there.
+                Some(whole) if whole.block(&[]).key != sought.key.bytes => {}
+                Some(whole) => found.hit = Some(Hit { slot, word, expiry, block: Some(whole) }),
+                None => candidate(slot, word),
+            }
         } else {
-            let expiry = mirror.entry(slot).map_or(0, |entry| entry.expiry);
             found.hit = Some(Hit { slot, word, expiry, block: None });
         }
         true

@@ -79,7 +79,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         };
         let mut owned = self.owned();
         let spot = self.allocate_table(&mut owned, table.stripe).await?;
-        let new = self.new_table(spot, db, word);
+        let new = self.new_table(spot, db, word, table.is_mirrored && sibling.is_mirrored);
         let header = Header { db, whole: word, sequence: new.sequence };
         let image = Image::new(&new.spot, header, &slots);
         self.run(&trip, &mut image.write_all(&new.spot)).await?;

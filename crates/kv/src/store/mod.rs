@@ -3,6 +3,7 @@
 mod access;
 mod atomically;
 mod blocking;
+mod cache;
 mod change;
 mod compact;
 mod create;
@@ -28,11 +29,13 @@ pub(crate) mod trips;
 mod value;
 mod walk;
 mod watch;
+mod whole;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 pub use atomically::{Transaction, Wanted};
+pub use cache::CacheStats;
 pub use change::{Condition, Expiry, Outcome, SetOptions, Update};
 pub use evict::{Candidates, Eviction};
 pub use read::Pinned;
@@ -55,7 +58,7 @@ use crate::layout::root::DATABASES;
 use crate::layout::table::{BucketWord, Shape, Spot};
 use crate::place::Place;
 use crate::reach::Reach;
-use crate::table::{Local, Mirror, Table};
+use crate::table::{Budget, Local, Mirror, Table};
 use crate::ticket::{Hold, Name, Ticket, Tickets};
 pub use crate::uses::Measure;
 
@@ -74,8 +77,13 @@ pub enum Form {
 pub struct Settings {
     /// Which verbs are posted together.
     pub form: Form,
-    /// Keeps a copy of the index at the compute node: 17 bytes a slot. Form `published` has none.
+    /// Keeps a copy of the index at the compute node: 16 bytes a slot. Form `published` has none.
     pub mirror: bool,
+    /// Maximum bytes of the copy. Subtables beyond this limit are read in remote memory.
+    pub index_cache: u64,
+    /// Maximum bytes of the value cache at the compute node; 0: none. Only a mirrored store has
+    /// one.
+    pub cache_bytes: u64,
     /// Groups of buckets in a subtable. None: as many as fit 16 KiB.
     pub groups: Option<u16>,
     /// The stripes (QP groups) number 2 to the power of this value, at most 64.
@@ -89,6 +97,8 @@ impl Default for Settings {
         Self {
             form: Form::Fused,
             mirror: true,
+            index_cache: u64::MAX,
+            cache_bytes: 0,
             groups: None,
             stripe_bits: 0,
             measure: Measure::Recency,
@@ -118,6 +128,8 @@ pub struct Store<R, B, E> {
     watches: Arc<watch::Watches>,
     due: sweep::Due,
     buffers: Buffers,
+    cache: cache::Cache,
+    mirrors: Arc<Budget>,
     counters: Counters,
     /// Number of the next split or merge.
     sequence: AtomicU64,
@@ -211,13 +223,22 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         crate::hash::index(prefix, self.settings.stripe_bits.into()) as u32
     }
 
-    fn is_mirrored(&self) -> bool {
+    /// True if the store may mirror subtables.
+    fn has_mirrors(&self) -> bool {
         self.settings.mirror && self.settings.form == Form::Fused
     }
 
+    /// An empty mirror, unless the store has none or their memory has reached its limit.
+    fn new_mirror(&self) -> Option<Mirror> {
+        if self.has_mirrors() { Mirror::new(self.shape, &self.mirrors) } else { None }
+    }
+
     /// A subtable without keys that no directory names yet.
-    fn new_table(&self, spot: Spot, db: u8, word: BucketWord) -> Arc<Table> {
-        let mirror = self.is_mirrored().then(|| Mirror::new(self.shape));
+    ///
+    /// `knows_tags`: a mirror has the tags of all keys that the subtable gets at first. Without
+    /// them the subtable has no mirror.
+    fn new_table(&self, spot: Spot, db: u8, word: BucketWord, knows_tags: bool) -> Arc<Table> {
+        let mirror = if knows_tags { self.new_mirror() } else { None };
         let local = Local::new(self.shape, word, mirror);
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
         Table::new(spot, db, self.stripe(word.prefix << 16), sequence, local)

@@ -28,6 +28,9 @@ pub(crate) trait Pieces {
     /// The buffers of operations.
     fn buffers(&self) -> &Buffers;
 
+    /// True if the memory node of a place has ended.
+    fn is_gone(&self, place: Place) -> bool;
+
     /// Executes `steps` in one round trip.
     async fn run(&self, trip: &Trip<'_>, steps: &mut [Step<'_>]) -> Result<(), Error>;
 }
@@ -153,6 +156,11 @@ pub(crate) async fn list(
     let mut next = list.next;
     let mut bytes = store.buffers().take();
     while let Some((place, length)) = next {
+        if store.is_gone(place) {
+            // The value is lost. The blocks that are known can be freed.
+            lists.push((place, length));
+            break;
+        }
         let malformed = Error::malformed(place.at(0));
         if !is_in_slab(store.slab(), place, length) {
             return Err(malformed(Malformed("a list of pieces reaches beyond its slab")));

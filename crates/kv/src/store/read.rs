@@ -3,6 +3,7 @@
 use std::ops::Deref;
 use std::sync::Arc;
 
+use super::gone::Losses;
 use super::look::{Hit, Seen, Want};
 use super::scratch::Scratch;
 use super::trips::{Operation, Trip};
@@ -60,11 +61,30 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let trip = self.trip(Operation::Get);
         let _pin = self.blocks.pin();
         let mut buffer = self.buffers.take();
-        let Some(hit) = self.seek(&trip, &key, Want::Value, &mut buffer).await? else {
+        let mut losses = Losses::default();
+        let start = value.len();
+        loop {
+            match self.get_once(&trip, &key, &mut buffer, value).await {
+                Ok(expiry) => return Ok(expiry),
+                Err(error) => losses.meet(error)?,
+            }
+            // A piece of the value was lost after the look-up.
+            buffer.clear();
+            value.truncate(start);
+        }
+    }
+
+    async fn get_once(
+        &self,
+        trip: &Trip<'_>,
+        key: &Key<'_>,
+        buffer: &mut Vec<u8>,
+        value: &mut Vec<u8>,
+    ) -> Result<Option<u64>, Error> {
+        let Some(hit) = self.seek(trip, key, Want::Value, buffer).await? else {
             return Ok(None);
         };
-        let block = self.parse(hit.word, &buffer[hit.block.unwrap_or_default()])?;
-        self.load(&trip, hit.word.place, &block, value).await?;
+        self.load(trip, hit.word.place, &hit.whole(buffer)?, value).await?;
         Ok(Some(hit.expiry))
     }
 
@@ -139,14 +159,16 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         buffer: &mut Vec<u8>,
     ) -> Result<Option<(Arc<Table>, Hit)>, Error> {
         let (mut before, start) = (None, buffer.len());
+        let mut losses = Losses::default();
         loop {
             let Some(table) = self.database(key).table(key.hash.upper) else { return Ok(None) };
             let seen = match self.look(trip, &table, key, want, buffer, None).await {
-                Err(error) if error.is_gone() => {
+                Ok(seen) => seen,
+                Err(error) => {
+                    losses.meet(error)?;
                     buffer.truncate(start);
                     continue;
                 }
-                seen => seen?,
             };
             match seen {
                 Some(Seen { hit, .. }) => {

@@ -28,7 +28,7 @@ use crate::layout::table::{BucketWord, Header, Slot, Spot};
 use crate::layout::{Malformed, class, table, word};
 use crate::place::Place;
 use crate::reach::{Reach, Step};
-use crate::table::{Entry, Local, Mirror, Table};
+use crate::table::{Entry, Local, Table};
 
 /// Changes beyond which a journal is not believed.
 const CHANGES_MAX: usize = 1 << 24;
@@ -271,8 +271,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let own = depth - read.words.1.trailing_zeros();
         let prefix = crate::hash::prefix(top(read.words.0 as u64, depth), own);
         let word = BucketWord { depth: own, prefix, ..read.header.whole };
-        let mirror = self.is_mirrored().then(|| Mirror::new(self.shape));
-        let mut local = Local::new(self.shape, word, mirror);
+        let mut local = Local::new(self.shape, word, self.new_mirror());
         let stripe = self.stripe(prefix << 16);
         let words = read.slots.iter().enumerate();
         let words: Vec<_> =

@@ -58,7 +58,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
 
         let mut owned = self.owned();
         let spot = self.allocate_table(&mut owned, table.stripe).await?;
-        let new = self.new_table(spot, table.db, high);
+        let new = self.new_table(spot, table.db, high, table.is_mirrored);
         let pick = |moved: bool| -> Vec<u64> {
             (0..slots.len()).map(|i| if is_moved(i) == moved { slots[i] } else { 0 }).collect()
         };

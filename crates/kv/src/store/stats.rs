@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::Store;
+use super::cache::CacheStats;
 use crate::blocks::{Blocks, Usage};
 use crate::environment::Environment;
 use crate::layout::directory::Sizes;
@@ -29,6 +30,10 @@ pub struct Stats {
     pub index_bytes: u64,
     /// Number of subtables.
     pub tables: u64,
+    /// Number of subtables that the compute node mirrors.
+    pub mirrored: u64,
+    /// Bytes of the mirrors, without expiries.
+    pub mirror_bytes: u64,
     /// Keys evicted since the store was opened.
     pub evicted: u64,
     /// Expired keys deleted since the store was opened.
@@ -39,10 +44,12 @@ pub struct Stats {
     pub gone_nodes: u32,
     /// Keys that were lost with memory nodes since the store was opened.
     pub gone: u64,
+    /// The value cache.
+    pub cache: CacheStats,
 }
 
 impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
-    /// Number of keys of database `db` that have an expiry. 0 without a mirror.
+    /// Number of keys of database `db` that have an expiry, in subtables with a mirror.
     pub fn volatile(&self, db: u8) -> u64 {
         let tables = self.databases.get(usize::from(db)).map(|own| own.tables());
         let timed = |table: std::sync::Arc<crate::table::Table>| {
@@ -50,6 +57,13 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             local.mirror.as_ref().map_or(0, |mirror| mirror.expiries.len() as u64)
         };
         tables.unwrap_or_default().into_iter().map(timed).sum()
+    }
+
+    /// Changes the maximum bytes of the value cache. Without effect on a store without a mirror.
+    pub fn resize_cache(&self, bytes: u64) {
+        if self.has_mirrors() {
+            self.cache.resize(bytes);
+        }
     }
 
     /// Counts of keys and bytes.
@@ -62,6 +76,8 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             moved: load(&self.removed.moved),
             gone_nodes: self.blocks.gone_nodes(),
             gone: load(&self.removed.gone),
+            mirror_bytes: self.mirrors.used(),
+            cache: self.cache.stats(),
             ..Stats::default()
         };
         for (db, database) in self.databases.iter().enumerate() {
@@ -74,6 +90,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             stats.index_bytes += (sizes.header_bytes() + 8 * sizes.words) as u64;
             for table in database.tables() {
                 stats.tables += 1;
+                stats.mirrored += u64::from(table.is_mirrored);
                 stats.index_bytes += table.blocks().map(|(_, bytes)| u64::from(bytes)).sum::<u64>();
             }
         }

@@ -125,7 +125,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         buffer: &mut Vec<u8>,
     ) -> Result<Option<Hit>, Error> {
         let buckets = Buckets::of(hash.upper, self.shape.groups);
-        if self.is_mirrored() {
+        if table.is_mirrored {
             let found = {
                 let local = table.local.lock();
                 local.mirror.as_ref().and_then(|mirror| {
@@ -137,7 +137,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let mut hit = Hit { slot, word, expiry, block: None };
             if word.length == class::PIECES && !self.blocks.is_gone(word.place) {
                 self.read_block(trip, word, buffer).await?;
-                hit.block = Some(0..buffer.len());
+                hit.block = Some(self.checked(word, buffer, 0..buffer.len())?);
             }
             return Ok(Some(hit));
         }
@@ -151,10 +151,11 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let Some(word) = word.filter(fits) else { continue };
             buffer.clear();
             self.read_block(trip, word, buffer).await?;
-            let block = self.parse(word, buffer)?;
+            let whole = self.checked(word, buffer, 0..buffer.len())?;
+            let block = whole.block(buffer);
             if self.hasher.hash(block.key) == hash {
-                let (expiry, block) = (block.head.expiry, Some(0..buffer.len()));
-                return Ok(Some(Hit { slot, word, expiry, block }));
+                let expiry = block.head.expiry;
+                return Ok(Some(Hit { slot, word, expiry, block: Some(whole) }));
             }
         }
         Ok(None)

@@ -1,6 +1,7 @@
 //! Blocks of values: writing, reading and freeing, also of values in pieces.
 
 use super::Store;
+use super::cache::Standing;
 use super::look::Hit;
 use super::owned::Owned;
 use super::pieces::{self, Pieces, Places};
@@ -54,6 +55,10 @@ impl<R: Reach, B: Blocks, E: Environment> Pieces for Store<R, B, E> {
 
     fn buffers(&self) -> &Buffers {
         &self.buffers
+    }
+
+    fn is_gone(&self, place: Place) -> bool {
+        self.blocks.is_gone(place)
     }
 
     async fn run(&self, trip: &Trip<'_>, steps: &mut [Step<'_>]) -> Result<(), Error> {
@@ -139,18 +144,22 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         hit: &Hit,
         buffer: &[u8],
     ) -> Result<Vec<(Place, u32)>, Error> {
-        let Some(range) = hit.block.clone().filter(|_| hit.word.length == class::PIECES) else {
+        let Some(whole) = hit.block.as_ref().filter(|_| hit.word.length == class::PIECES) else {
             return Ok(Vec::new());
         };
-        let block = self.parse(hit.word, &buffer[range])?;
+        let block = whole.block(buffer);
         let (mut pieces, lists) = self.pieces(trip, hit.word.place, &block).await?;
         pieces.extend(lists);
         Ok(pieces)
     }
 
-    /// Retires the block that `word` named, and `parts`.
-    pub(super) fn retire(&self, word: Slot, parts: &[(Place, u32)]) {
+    /// Retires the block that `word` named, and `parts`. Returns the standing of the block in the
+    /// value cache, if it was there.
+    pub(super) fn retire(&self, word: Slot, parts: &[(Place, u32)]) -> Option<Standing> {
+        // Before the place can have another block.
+        let standing = self.cache.forget(word.place);
         self.blocks.retire(word.place);
         parts.iter().for_each(|(place, _)| self.blocks.retire(*place));
+        standing
     }
 }

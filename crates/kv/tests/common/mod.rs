@@ -1,6 +1,8 @@
 //! Stores in the memory of the test's process.
 #![allow(dead_code)]
 
+pub mod spread;
+
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
@@ -36,6 +38,27 @@ pub const COLUMNS: [(&str, Form, bool); 3] = [
 pub fn settings(form: Form, mirror: bool, groups: u16) -> Settings {
     Settings { form, mirror, groups: Some(groups), ..Settings::default() }
 }
+
+/// The columns, a mirrored store that caches values, and one that mirrors two subtables only. The
+/// cache evicts values in most tests.
+pub fn cases(groups: u16) -> [(&'static str, Settings); 5] {
+    let [published, remote, mirrored] =
+        COLUMNS.map(|(name, form, mirror)| (name, settings(form, mirror, groups)));
+    let cached = Settings { cache_bytes: CACHE_BYTES, ..mirrored.1.clone() };
+    let index_cache = 2 * mirror_bytes(groups);
+    let partly = Settings { index_cache, ..cached.clone() };
+    let cached = ("fused, mirrored, values cached", cached);
+    [published, remote, mirrored, cached, ("fused, partly mirrored", partly)]
+}
+
+/// Bytes of the mirror of a subtable.
+pub fn mirror_bytes(groups: u16) -> u64 {
+    // Three buckets of seven slots of 16 bytes.
+    u64::from(groups) * 3 * 7 * 16
+}
+
+/// Bytes of a value cache that has room for some hundred short values.
+pub const CACHE_BYTES: u64 = 64 << 10;
 
 pub struct World {
     pub memory: Arc<Memory>,
