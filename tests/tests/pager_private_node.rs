@@ -102,10 +102,12 @@ fn chunks_of_one_page_work_with_a_private_node() {
 }
 
 /// Fills 64 MiB, frees 7 of 8 pages, waits for the end of its input, and checks the other pages.
+/// Nothing is read ahead, so only compaction opens a window of READs.
 const HOLES: &str = "
 import mmap, sys
 PAGES = 16384
 memory = mmap.mmap(-1, PAGES * 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory.madvise(mmap.MADV_RANDOM)
 def number(page): return (page * 7919 + 1).to_bytes(8, 'little')
 for page in range(PAGES): memory[page * 4096:page * 4096 + 8] = number(page)
 for page in range(PAGES):

@@ -334,7 +334,19 @@ impl<M: Memory> Pages<M> {
         let mut guard = self.state();
         let state = &mut *guard;
         let room = state.shelf.blank().saturating_sub(self.sizes.stock / 2) as usize;
-        let index = (room > 0).then(|| state.flights.take_window()).flatten()?;
+        if room == 0 {
+            return None;
+        }
+        self.open_window(state);
+        let index = match state.flights.take_window() {
+            Some(index) => index,
+            // A program that reads nothing ahead has opened no window.
+            None => {
+                self.want_window(state);
+                self.open_window(state);
+                state.flights.take_window()?
+            }
+        };
         let flight = state.flights.get(index);
         flight.direction = Direction::Read;
         let first_frame = flight.first_frame;
