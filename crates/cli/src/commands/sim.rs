@@ -148,31 +148,15 @@ impl Check {
 
     /// Runs the seeds of one case of the key-value index; true if a rule was violated.
     fn check_index(&self, case: kv::check::Case, seeds: Seeds, deadline: Option<Instant>) -> bool {
-        let bar = Progress::new(self.trace).bar(&format!("check {case}"), seeds.to - seeds.from);
-        let (start, mut ran, mut failures) = (Instant::now(), 0, 0);
         let mut counts = kv::check::Counts::default();
-        for seed in seeds.from..seeds.to {
-            if deadline.is_some_and(|d| Instant::now() >= d) {
-                break;
-            }
+        let ran = self.run_seeds(&case.to_string(), "", seeds, deadline, |seed| {
             let outcome = kv::check::run(case, seed);
             counts.add(&outcome.counts);
-            ran += 1;
-            bar.step();
-            if let Some(why) = outcome.violation {
-                failures += 1;
-                println!("\n{case}: seed {seed}: {why}");
-                println!("  granary sim check --scheme {case} --seed {seed}");
-                if !self.keep_going {
-                    break;
-                }
-            }
-        }
-        drop(bar);
-        let took = start.elapsed().as_secs_f64();
+            outcome.violation
+        });
         println!(
-            "{case}: {ran} seeds, {failures} with a violation, in {took:.1} s; {} operations, {} \
-             verbs, {} splits, {} clients crashed, {} round trips lost, {} stalls",
+            "{case}: {ran}; {} operations, {} verbs, {} splits, {} clients crashed, {} round trips \
+             lost, {} stalls",
             counts.operations,
             counts.verbs,
             counts.splits,
@@ -180,49 +164,81 @@ impl Check {
             counts.lost,
             counts.stalls,
         );
-        failures > 0
+        ran.failures > 0
     }
 
     /// Runs the seeds of one case; true if an invariant was violated.
     fn check(&self, case: Case, seeds: Seeds, deadline: Option<Instant>) -> bool {
-        let bar = Progress::new(self.trace).bar(&format!("check {case}"), seeds.to - seeds.from);
         if let Some(why) = case.unsafe_by_design {
             println!("{case}: unsafe by design: {why}; a violation is expected");
         }
-        let (start, mut ran, mut failures) = (Instant::now(), 0, 0);
         let mut counts = check::EventCounts::default();
-        for seed in seeds.from..seeds.to {
-            if deadline.is_some_and(|d| Instant::now() >= d) {
-                break;
-            }
+        let ran = self.run_seeds(&case.to_string(), " --trace", seeds, deadline, |seed| {
             let outcome = check::run(case, seed, self.trace);
             if let Some(trace) = &outcome.trace {
                 print!("{trace}");
             }
             counts.add(&outcome.counts);
-            ran += 1;
-            bar.step();
-            if let Some(why) = outcome.violation {
-                failures += 1;
-                println!("\n{case}: seed {seed}: {why}");
-                println!("  granary sim check --scheme {case} --seed {seed} --trace");
-                if !self.keep_going {
-                    break;
-                }
-            }
-        }
-        drop(bar);
-        let took = start.elapsed().as_secs_f64();
+            outcome.violation
+        });
         println!(
-            "{case}: {ran} seeds, {failures} with a violation, in {took:.1} s; {} NIC steps, \
-             {} chunks granted, {} accesses, {} processes killed, {} requests refused or failed",
+            "{case}: {ran}; {} NIC steps, {} chunks granted, {} accesses, {} processes killed, {} \
+             requests refused or failed",
             counts.steps,
             counts.grants.iter().sum::<u64>(),
             counts.accesses,
             counts.deaths,
             counts.errors.iter().sum::<u64>(),
         );
-        failures > 0
+        ran.failures > 0
+    }
+
+    /// Calls `run` with each seed until the deadline, or until the first violation without
+    /// `--keep-going`. Prints each violation, with the command that repeats it: `options` are its
+    /// options besides case and seed.
+    fn run_seeds<V: std::fmt::Display>(
+        &self,
+        case: &str,
+        options: &str,
+        seeds: Seeds,
+        deadline: Option<Instant>,
+        mut run: impl FnMut(u64) -> Option<V>,
+    ) -> Ran {
+        let bar = Progress::new(self.trace).bar(&format!("check {case}"), seeds.to - seeds.from);
+        let (start, mut ran) = (Instant::now(), Ran::default());
+        for seed in seeds.from..seeds.to {
+            if deadline.is_some_and(|d| Instant::now() >= d) {
+                break;
+            }
+            let violation = run(seed);
+            ran.seeds += 1;
+            bar.step();
+            if let Some(why) = violation {
+                ran.failures += 1;
+                println!("\n{case}: seed {seed}: {why}");
+                println!("  granary sim check --scheme {case} --seed {seed}{options}");
+                if !self.keep_going {
+                    break;
+                }
+            }
+        }
+        ran.time = start.elapsed();
+        ran
+    }
+}
+
+/// What [`Check::run_seeds`] ran.
+#[derive(Default)]
+struct Ran {
+    seeds: u64,
+    failures: u64,
+    time: Duration,
+}
+
+impl std::fmt::Display for Ran {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { seeds, failures, time } = self;
+        write!(f, "{seeds} seeds, {failures} with a violation, in {:.1} s", time.as_secs_f64())
     }
 }
 
