@@ -27,12 +27,14 @@ fn count(bytes: i64, calls: u64) {
 // SAFETY: every call goes to the allocator of the system with the same arguments. The counters
 // allocate nothing.
 unsafe impl GlobalAlloc for Counting {
+    // SAFETY: as for `System::alloc`, which the caller keeps.
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size() as i64, 1);
         // SAFETY: the caller keeps the rules of `GlobalAlloc::alloc`.
         unsafe { System.alloc(layout) }
     }
 
+    // SAFETY: as for `System::dealloc`, which the caller keeps.
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         count(-(layout.size() as i64), 0);
         // SAFETY: the pointer is from `alloc` with this layout, so from `System`.

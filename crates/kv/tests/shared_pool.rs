@@ -186,7 +186,7 @@ fn counted(store: &SharedPoolStore) -> u64 {
 
 /// Writes keys and increments the counter, and says what was acknowledged, until it is killed.
 #[test]
-#[ignore = "a process that the other tests start; alone it does nothing"]
+#[ignore = "a process that the other tests of this file start, in make test too"]
 fn client_process() {
     let Ok(role) = std::env::var(ROLE) else { return };
     let words: Vec<&str> = role.splitn(3, ' ').collect();
