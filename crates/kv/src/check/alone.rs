@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use super::Counts;
 use super::linear::{Did, History};
-use super::values::{decode, encode, name};
+use super::values::{decode, encode, name, seen};
 use crate::memory::{Arena, Client, Hand, Memory, Seeded, run as run_tasks};
 use crate::store::trips::Operation;
 use crate::{Condition, Cursor, Error, Expiry, Form, SetOptions, Settings, Store, Update};
@@ -122,13 +122,11 @@ impl World {
             let (did, open) = match random.below(10) {
                 0..=2 => {
                     let read = store.get(0, &bytes).await;
-                    let read = read.map(|value| match value.map(|value| decode(&value)) {
-                        Some(Err(wrong)) => {
+                    let read = read.map(|value| {
+                        seen(value).unwrap_or_else(|wrong| {
                             self.fail(format!("key {key}: {wrong}"));
                             Did::Get(None)
-                        }
-                        Some(Ok(number)) => Did::Get(Some(number)),
-                        None => Did::Get(None),
+                        })
                     });
                     (read, None)
                 }

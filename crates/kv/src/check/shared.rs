@@ -10,7 +10,7 @@ use std::sync::Arc;
 use super::Counts;
 use super::allocator::{Allocator, Shared};
 use super::linear::{Did, History};
-use super::values::{decode, encode, name};
+use super::values::{decode, encode, name, seen};
 use crate::blocks::NoBlock;
 use crate::memory::{Client, Faults, Hand, Memory, Seeded, run as run_tasks, turn};
 use crate::shared::{SharedSettings, SharedStore, SplitLock};
@@ -199,13 +199,11 @@ impl World {
             let (did, open) = match random.below(12) {
                 0..=3 => {
                     let read = store.get(0, &bytes).await;
-                    let read = read.map(|value| match value.map(|value| decode(&value)) {
-                        Some(Err(wrong)) => {
+                    let read = read.map(|value| {
+                        seen(value).unwrap_or_else(|wrong| {
                             self.fail(format!("key {key}: {wrong}"));
                             Did::Get(None)
-                        }
-                        Some(Ok(number)) => Did::Get(Some(number)),
-                        None => Did::Get(None),
+                        })
                     });
                     (read, None)
                 }

@@ -1,5 +1,7 @@
 //! Keys and values of checked runs.
 
+use super::linear::Did;
+
 /// The bytes of key `key`.
 pub(super) fn name(key: u64) -> Vec<u8> {
     format!("key-{key}").into_bytes()
@@ -20,4 +22,10 @@ pub(super) fn decode(bytes: &[u8]) -> Result<u64, String> {
         Some(number) if bytes == encode(number) => Ok(number),
         _ => Err(format!("a read returned bytes that no write has written: {bytes:x?}")),
     }
+}
+
+/// The history's entry of a read that returned `value`; an error for bytes that no write has
+/// written.
+pub(super) fn seen(value: Option<Vec<u8>>) -> Result<Did, String> {
+    value.map(|value| decode(&value)).transpose().map(Did::Get)
 }
