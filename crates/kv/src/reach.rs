@@ -2,6 +2,8 @@
 
 use std::future::Future;
 
+use smallvec::SmallVec;
+
 use crate::place::Address;
 
 /// A range of remote memory to which an operation needs a right.
@@ -137,8 +139,33 @@ pub trait Reach {
     fn ordered(&self, a: Address, b: Address) -> bool;
 }
 
+/// Executes `steps` in one round trip, with a right to the range of each.
+pub(crate) async fn run_with_rights<R: Reach>(
+    reach: &R,
+    steps: &mut [Step<'_>],
+) -> Result<(), Stopped> {
+    let mut rights = SmallVec::<[R::Right; 6]>::new();
+    let mut result = Ok(());
+    for step in steps.iter() {
+        match reach.open(range_of(step)).await {
+            Ok(right) => rights.push(right),
+            Err(stopped) => {
+                result = Err(stopped);
+                break;
+            }
+        }
+    }
+    if result.is_ok() {
+        result = reach.run(steps).await;
+    }
+    for right in rights {
+        reach.close(right).await;
+    }
+    result
+}
+
 /// The range that a verb needs a right to.
-pub(crate) fn range_of(step: &Step<'_>) -> Range {
+fn range_of(step: &Step<'_>) -> Range {
     let (bytes, writes) = match step {
         Step::Read { into, .. } => (into.len(), false),
         Step::Write { from, .. } => (from.len(), true),

@@ -8,7 +8,7 @@ use crate::blocks::SharedBlocks;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::place::{Address, Place};
-use crate::reach::{Reach, Step, range_of};
+use crate::reach::{Reach, Step, run_with_rights};
 use crate::store::Form;
 use crate::store::trips::{Operation, Trip};
 
@@ -19,24 +19,7 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
     /// Executes `steps` in one round trip.
     pub(super) async fn run(&self, trip: &Trip<'_>, steps: &mut [Step<'_>]) -> Result<(), Error> {
         trip.count();
-        let mut rights = SmallVec::<[R::Right; 6]>::new();
-        let mut result = Ok(());
-        for step in steps.iter() {
-            match self.reach.open(range_of(step)).await {
-                Ok(right) => rights.push(right),
-                Err(stopped) => {
-                    result = Err(stopped);
-                    break;
-                }
-            }
-        }
-        if result.is_ok() {
-            result = self.reach.run(steps).await;
-        }
-        for right in rights {
-            self.reach.close(right).await;
-        }
-        result.map_err(Error::from)
+        Ok(run_with_rights(&self.reach, steps).await?)
     }
 
     /// Replaces the word at `at`. Returns the word before.

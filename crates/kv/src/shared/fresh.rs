@@ -8,7 +8,7 @@ use super::{Key, Op, SharedStore};
 use crate::blocks::SharedBlocks;
 use crate::environment::Environment;
 use crate::error::Error;
-use crate::layout::block::{self, Block, Head, Kind, VALUE_MAX, string_bytes};
+use crate::layout::block::{self, Block};
 use crate::layout::class;
 use crate::layout::table::Slot;
 use crate::place::{Address, Place};
@@ -100,45 +100,14 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
         value: &[u8],
         expiry: u64,
     ) -> Result<Fresh<'_, B>, Error> {
-        let (bytes, most) = (key.bytes.len(), self.key_max());
-        if bytes > most {
-            return Err(Error::KeyTooLong { bytes, most });
-        }
-        if value.len() > VALUE_MAX {
-            return Err(Error::ValueTooLong(value.len()));
-        }
-        let head = Head {
-            key: bytes as u32,
-            value: value.len() as u32,
-            kind: Kind::String,
-            db: key.db,
-            upper: key.hash.upper,
-            expiry,
-        };
         let (blocks, epochs) = (&self.blocks, &self.epochs);
         let mut owned = Owned { known: Known::Nobody, list: SmallVec::new(), blocks, epochs };
-        let mut allocate = async |bytes: u32| {
+        let allocate = async |bytes: u32| {
             let place = self.allocate(bytes as usize).await?;
             owned.list.push((place, bytes));
             Ok(place)
         };
-        let length = string_bytes(bytes, value.len());
-        let (code, place, encoded) = match pieces::code(self.slab, length) {
-            Some(code) => {
-                let place = allocate(length as u32).await?;
-                let mut encoded = self.buffers.take();
-                encoded.resize(length, 0);
-                block::encode(place, &head, key.bytes, &[value], &mut encoded);
-                (code, place, encoded)
-            }
-            None => {
-                let written =
-                    pieces::write(self, &op.trip, (&head, key.bytes), value, &mut allocate);
-                let (place, encoded) = written.await?;
-                (class::PIECES, place, encoded)
-            }
-        };
-        let word = Slot { fingerprint: key.hash.fingerprint(), length: code, place };
+        let (word, encoded) = pieces::encode(self, &op.trip, key, value, expiry, allocate).await?;
         Ok(Fresh { word, bytes: encoded, is_written: false, owned })
     }
 

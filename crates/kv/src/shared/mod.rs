@@ -40,12 +40,13 @@ use self::epochs::{Epochs, Running};
 use crate::blocks::SharedBlocks;
 use crate::environment::Environment;
 use crate::error::Error;
-use crate::hash::{Hasher, KeyHash};
+use crate::hash::Hasher;
 use crate::layout::root::DATABASES;
 use crate::layout::table::Shape;
 use crate::place::Place;
 use crate::reach::Reach;
 use crate::store::Form;
+use crate::store::Key;
 use crate::store::scratch::Buffers;
 use crate::store::trips::{Counters, Operation, Trip, Trips};
 
@@ -118,14 +119,6 @@ pub struct SharedStore<R, B, E> {
     counters: Counters,
 }
 
-/// A key of an operation.
-#[derive(Clone, Copy, Debug)]
-struct Key<'a> {
-    db: u8,
-    bytes: &'a [u8],
-    hash: KeyHash,
-}
-
 /// An operation that runs: its round trips are counted, and no block that it knows is used again.
 struct Op<'a> {
     trip: Trip<'a>,
@@ -178,10 +171,5 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
     async fn begin(&self, kind: Operation) -> Result<Op<'_>, Error> {
         self.tick().await?;
         Ok(Op { trip: self.counters.begin(kind), running: self.epochs.begin() })
-    }
-
-    /// The longest key.
-    fn key_max(&self) -> usize {
-        self.slab as usize / 2 - crate::layout::block::HEADER_BYTES
     }
 }

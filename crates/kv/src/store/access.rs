@@ -11,7 +11,7 @@ use crate::environment::Environment;
 use crate::error::Error;
 use crate::layout::{root, word};
 use crate::place::Address;
-use crate::reach::{Reach, Step, Stopped, range_of};
+use crate::reach::{Reach, Step, Stopped, run_with_rights};
 
 /// Steps of one round trip.
 pub(super) type Steps<'a> = SmallVec<[Step<'a>; 6]>;
@@ -34,24 +34,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     /// Executes `steps` in one round trip.
     pub(super) async fn run(&self, trip: &Trip<'_>, steps: &mut [Step<'_>]) -> Result<(), Error> {
         trip.count();
-        let mut rights = SmallVec::<[R::Right; 6]>::new();
-        let mut result = Ok(());
-        for step in steps.iter() {
-            match self.reach.open(range_of(step)).await {
-                Ok(right) => rights.push(right),
-                Err(stopped) => {
-                    result = Err(stopped);
-                    break;
-                }
-            }
-        }
-        if result.is_ok() {
-            result = self.reach.run(steps).await;
-        }
-        for right in rights {
-            self.reach.close(right).await;
-        }
-        result.map_err(Error::from)
+        Ok(run_with_rights(&self.reach, steps).await?)
     }
 
     /// Like [`Store::run`], for steps that change what words in remote memory name.

@@ -53,7 +53,6 @@ use crate::blocks::Blocks;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::hash::{Hasher, KeyHash};
-use crate::layout::block;
 use crate::layout::root::DATABASES;
 use crate::layout::table::{BucketWord, Shape, Spot};
 use crate::place::Place;
@@ -143,10 +142,10 @@ pub struct Store<R, B, E> {
 
 /// A key of an operation.
 #[derive(Clone, Copy, Debug)]
-struct Key<'a> {
-    db: u8,
-    bytes: &'a [u8],
-    hash: KeyHash,
+pub(crate) struct Key<'a> {
+    pub(crate) db: u8,
+    pub(crate) bytes: &'a [u8],
+    pub(crate) hash: KeyHash,
 }
 
 impl Key<'_> {
@@ -242,11 +241,5 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let local = Local::new(self.shape, word, mirror);
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
         Table::new(spot, db, self.stripe(word.prefix << 16), sequence, local)
-    }
-
-    /// The longest key.
-    fn key_max(&self) -> usize {
-        // Half a slab, so that a list of pieces has room behind the key.
-        self.slab as usize / 2 - block::HEADER_BYTES
     }
 }

@@ -3,13 +3,16 @@
 //! A value that fits no slab lies in pieces. The block of its key has a list of the pieces, and
 //! lists chain.
 
+use super::Key;
 use super::access::Steps;
 use super::scratch::{Buffers, Scratch};
 use super::trips::Trip;
 use crate::error::Error;
 use crate::layout::block::{
-    self, Block, Head, Kind, LIST_HEAD_BYTES, list_bytes, list_head, piece_word,
+    self, Block, HEADER_BYTES, Head, Kind, LIST_HEAD_BYTES, VALUE_MAX, list_bytes, list_head,
+    piece_word, string_bytes,
 };
+use crate::layout::table::Slot;
 use crate::layout::{Malformed, class};
 use crate::place::Place;
 use crate::reach::Step;
@@ -36,7 +39,7 @@ pub(crate) trait Pieces {
 }
 
 /// The length code of a block of `length` bytes. `None`: the value lies in pieces.
-pub(crate) fn code(slab: u32, length: usize) -> Option<u8> {
+fn code(slab: u32, length: usize) -> Option<u8> {
     if length > slab as usize { None } else { class::code(slab, length as u32) }
 }
 
@@ -52,9 +55,53 @@ pub(crate) fn is_in_slab(slab: u32, place: Place, bytes: u32) -> bool {
     start + u64::from(bytes) <= u64::from(slab)
 }
 
+/// Encodes the block of `key` and `value` in memory from `allocate`. Pieces are written, the block
+/// is not. Returns the slot's word, and the bytes of the block.
+pub(crate) async fn encode<'s>(
+    store: &'s impl Pieces,
+    trip: &Trip<'_>,
+    key: &Key<'_>,
+    value: &[u8],
+    expiry: u64,
+    mut allocate: impl AsyncFnMut(u32) -> Result<Place, Error>,
+) -> Result<(Slot, Scratch<'s>), Error> {
+    let bytes = key.bytes.len();
+    // Half a slab, so that a list of pieces has room behind the key.
+    let most = store.slab() as usize / 2 - HEADER_BYTES;
+    if bytes > most {
+        return Err(Error::KeyTooLong { bytes, most });
+    }
+    if value.len() > VALUE_MAX {
+        return Err(Error::ValueTooLong(value.len()));
+    }
+    let head = Head {
+        key: bytes as u32,
+        value: value.len() as u32,
+        kind: Kind::String,
+        db: key.db,
+        upper: key.hash.upper,
+        expiry,
+    };
+    let length = string_bytes(bytes, value.len());
+    let (code, place, encoded) = match code(store.slab(), length) {
+        Some(code) => {
+            let place = allocate(length as u32).await?;
+            let mut encoded = store.buffers().take();
+            encoded.resize(length, 0);
+            block::encode(place, &head, key.bytes, &[value], &mut encoded);
+            (code, place, encoded)
+        }
+        None => {
+            let (place, encoded) = write(store, trip, (&head, key.bytes), value, allocate).await?;
+            (class::PIECES, place, encoded)
+        }
+    };
+    Ok((Slot { fingerprint: key.hash.fingerprint(), length: code, place }, encoded))
+}
+
 /// Writes `value` in pieces, in one round trip. Returns the place of the block with the list, and
 /// its bytes, which are not written.
-pub(crate) async fn write<'s>(
+async fn write<'s>(
     store: &'s impl Pieces,
     trip: &Trip<'_>,
     (head, key): (&Head, &[u8]),

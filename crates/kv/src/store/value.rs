@@ -10,7 +10,7 @@ use super::trips::Trip;
 use crate::blocks::Blocks;
 use crate::environment::Environment;
 use crate::error::Error;
-use crate::layout::block::{self, Block, Head, Kind, VALUE_MAX, string_bytes};
+use crate::layout::block::Block;
 use crate::layout::class;
 use crate::layout::table::Slot;
 use crate::place::{Address, Place};
@@ -75,44 +75,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         value: &[u8],
         expiry: u64,
     ) -> Result<Fresh<'_, B>, Error> {
-        let stripe = self.stripe(key.hash.upper);
-        let (bytes, most) = (key.bytes.len(), self.key_max());
-        if bytes > most {
-            return Err(Error::KeyTooLong { bytes, most });
-        }
-        if value.len() > VALUE_MAX {
-            return Err(Error::ValueTooLong(value.len()));
-        }
-        let head = Head {
-            key: bytes as u32,
-            value: value.len() as u32,
-            kind: Kind::String,
-            db: key.db,
-            upper: key.hash.upper,
-            expiry,
-        };
+        let (stripe, spread) = (self.stripe(key.hash.upper), key.hash.upper);
         let mut parts = self.owned();
-        let length = string_bytes(bytes, value.len());
-        let (code, place, encoded) = match pieces::code(self.slab, length) {
-            Some(code) => {
-                let spread = key.hash.upper;
-                let place = parts.allocate_value(stripe, spread, length as u32).await?;
-                let mut encoded = self.buffers.take();
-                encoded.resize(length, 0);
-                block::encode(place, &head, key.bytes, &[value], &mut encoded);
-                (code, place, encoded)
-            }
-            None => {
-                let spread = key.hash.upper;
-                let allocate =
-                    async |bytes| Ok(parts.allocate_value(stripe, spread, bytes).await?);
-                let written = pieces::write(self, trip, (&head, key.bytes), value, allocate);
-                let (place, encoded) = written.await?;
-                (class::PIECES, place, encoded)
-            }
-        };
-        let fingerprint = key.hash.fingerprint();
-        let word = Slot { fingerprint, length: code, place };
+        let allocate = async |bytes| Ok(parts.allocate_value(stripe, spread, bytes).await?);
+        let (word, encoded) = pieces::encode(self, trip, key, value, expiry, allocate).await?;
         Ok(Fresh { word, bytes: encoded, expiry, is_written: false, parts })
     }
 
