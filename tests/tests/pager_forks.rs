@@ -141,6 +141,14 @@ fn pages_are_evicted_in_the_middle_of_forks() {
     }
 }
 
+/// A thread whose fault needs room may hold a lock of the C library for which the forking thread
+/// waits, and a child may need any number of pages before it has a thread of its own.
+#[test]
+fn fork_takes_the_lock_of_a_list_larger_than_the_limit() {
+    let forks = if full() { "1000" } else { "60" };
+    self_checking("stream_list", include_str!("pager_programs/stream_list.c"), &[&[forks]]);
+}
+
 #[test]
 fn limits_set_by_a_program_still_apply() {
     let scratch = Scratch::new("forks-limits");

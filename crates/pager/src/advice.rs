@@ -15,7 +15,6 @@
 use std::io;
 use std::ops::Range;
 use std::sync::Mutex;
-use std::sync::atomic::Ordering;
 
 use crate::errno::Errno;
 use crate::latch::{Item, Latch};
@@ -240,7 +239,7 @@ impl Pager {
                     continue;
                 }
                 let Some(address) = self.region.find_address(page) else { continue };
-                if self.forks.is_asked() || self.pages.fork_waits.load(Ordering::Acquire) {
+                if self.forks.is_asked() || self.pages.is_standstill() {
                     left = 0;
                     continue;
                 }

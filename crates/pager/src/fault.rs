@@ -137,6 +137,10 @@ impl Pager {
         if pages == 0 && self.region.find(fault.address) != Some(page) {
             self.wake_at(&fault);
         }
+        if pages == 0 && self.pages.is_standstill() {
+            // The worker watches refused faults.
+            self.wake_worker(true);
+        }
         if hand.taken_out > taken_out {
             self.stats().add(Counter::FaultsEvicting, 1);
             self.stats().add(Counter::PagesEvictedInFaults, hand.taken_out - taken_out);

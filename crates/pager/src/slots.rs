@@ -486,10 +486,16 @@ impl Slots {
     /// Begins the epoch of a fork: freezes all used slots, and all slots that are allocated until
     /// [`Slots::end_freezing`]. One child needs them, until [`Slots::remove_dependent`].
     pub fn freeze(&mut self) -> Epoch {
+        self.freezing = true;
+        self.freeze_used()
+    }
+
+    /// Begins the epoch of a fork whose snapshot is taken before the next slot is allocated:
+    /// freezes all used slots, as [`Slots::freeze`] does.
+    pub fn freeze_used(&mut self) -> Epoch {
         // After 2^32 forks without a gap, all further ones share an epoch, so that slots stay
         // frozen for longer than necessary.
         self.epoch = Epoch(self.epoch.0.saturating_add(1));
-        self.freezing = true;
         self.add_dependent(self.epoch);
         for chunk in self.chunks.iter_mut().flatten() {
             chunk.frozen.resize(1 << self.pages_log2, 0);
@@ -505,6 +511,11 @@ impl Slots {
     /// Ends the freezing of newly allocated slots.
     pub fn end_freezing(&mut self) {
         self.freezing = false;
+    }
+
+    /// Returns true between [`Slots::freeze`] and [`Slots::end_freezing`].
+    pub fn is_freezing(&self) -> bool {
+        self.freezing
     }
 
     /// Counts one more child that needs the slots of an epoch.

@@ -37,6 +37,7 @@ impl Pager {
             self.take_out_advised(&mut hand);
             self.bring_in_advised(&mut hand);
             self.help_fork(&mut hand);
+            let relief_ms = self.pages.relieve_refused().unwrap_or(u64::MAX);
             if self.reclaimer == Reclaimer::Worker {
                 while self.pages.work(&mut hand, BATCH_PAGES) && !self.forks.is_asked() {}
             }
@@ -47,14 +48,14 @@ impl Pager {
             let mut sleeps = may_sleep(&self.worker_sleeps, self.worker_event(), seen);
             while sleeps {
                 let next_ms = ms_until(sample_due_ns.min(compaction_due_ns));
-                self.wait_for_work(seen, next_ms.min(review.pause_ms(self)));
+                self.wait_for_work(seen, next_ms.min(review.pause_ms(self)).min(relief_ms));
                 sleeps = self.worker_event().load(Ordering::Acquire) == seen;
                 if sleeps && sys::now_ns() >= sample_due_ns {
                     pause_ms = self.sample_unpaged(pause_ms);
                     sample_due_ns = sys::now_ns() + 1_000_000 * pause_ms;
                     break;
                 }
-                if review.is_due() || sys::now_ns() >= compaction_due_ns {
+                if relief_ms < u64::MAX || review.is_due() || sys::now_ns() >= compaction_due_ns {
                     break;
                 }
             }

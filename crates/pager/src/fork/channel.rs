@@ -5,11 +5,13 @@
 //! ```text
 //!   child                                              page server
 //!     calls    -- FORKS, DROPPED, PROMOTE, TAKE, READ -->   each is answered: DONE, pages, blocks
+//!              -- LIGHT -->
 //!     notices  <-- FAULTS (once, a descriptor), PROMOTE, ORPHANED --
 //! ```
 //!
-//! Where the kernel does not report forks, the child makes the descriptor of its faults. Then the
-//! child sends FAULTS, as its first call, and the page server does not answer it.
+//! The child sends LIGHT once it can be promoted. Where the kernel does not report forks, the child
+//! makes the descriptor of its faults and sends FAULTS, as its first call. The page server answers
+//! neither.
 //!
 //! A closed socket means that the peer has ended, in any way.
 
@@ -46,6 +48,9 @@ pub(super) const FAULTS: u32 = 6;
 /// Page server: the parent has ended. The child must read all its pages soon, because until then
 /// their memory cannot be freed.
 pub(super) const ORPHANED: u32 = 7;
+
+/// Child: the thread that promotes the child waits for notices from now on.
+pub(super) const LIGHT: u32 = 8;
 
 /// Maximum number of descriptors of a message.
 pub(super) const FDS: usize = 2;

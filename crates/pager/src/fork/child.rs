@@ -43,6 +43,9 @@ pub(super) struct Child {
     /// may.
     pub extents: Arc<[Extent]>,
     pub pages_served: u32,
+    /// The child can be promoted. Before that, libc's part of fork runs in the child, which may
+    /// read any number of pages.
+    pub is_light: bool,
     pub promotion_requested: bool,
 }
 
@@ -65,6 +68,7 @@ impl Child {
             touched: Rc::new(RefCell::new(touched)),
             extents,
             pages_served: 0,
+            is_light: false,
             promotion_requested: false,
         })
     }

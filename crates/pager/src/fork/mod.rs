@@ -62,6 +62,7 @@ use crate::descriptor;
 use crate::page_table::PageId;
 use crate::pager::Pager;
 use crate::pages::Hand;
+use crate::pages::standstill::Cause;
 use crate::slots::Epoch;
 use crate::spawn::spawn;
 use crate::sys::{self, PAGE_BYTES, SignalsBlocked};
@@ -117,15 +118,13 @@ impl Pager {
             // From here on no page is taken out, so the handler serves this thread beyond the
             // bound.
             self.forks.thread.store(sys::thread_id(), Ordering::Release);
-            self.pages.fork_waits.store(true, Ordering::Release);
+            self.pages.begin_standstill(Cause::Prepared);
             self.ask_worker(ASKED);
             for (server_ends, end) in self.forks.server_ends.iter().zip(ends) {
                 server_ends.store(end, Ordering::Release);
             }
         }
         let protection = self.pages.lock_protection();
-        self.forks.thread.store(sys::thread_id(), Ordering::Release);
-        self.pages.fork_waits.store(true, Ordering::Release);
         let setup = (!self.fork_events).then(|| {
             ChildSetup::prepare(self.parts_for_children(&space), &calls, &notices)
                 .unwrap_or_else(|error| cannot_fork(&error))
@@ -165,6 +164,7 @@ impl Pager {
                     let _protection = self.pages.lock_protection();
                     self.snapshot()
                 };
+                self.pages.end_standstill(Cause::Prepared);
                 // The child sends the descriptor of its faults through the request socket.
                 let epoch = self.forks.epoch();
                 let extents = self.region.extents().all().into();
@@ -213,10 +213,8 @@ impl Pager {
         }
         if !self.forks.is_light() {
             self.forks.server_ends.iter().for_each(|end| end.store(0, Ordering::Release));
-            // In this order: a page that is taken out while slots are still frozen at their
-            // allocation needs a new slot each time.
-            self.pages.slots().end_freezing();
-            self.pages.fork_waits.store(false, Ordering::Release);
+            // Has no effect after a fork that succeeded: the standstill ended with the snapshot.
+            self.pages.end_standstill(Cause::Prepared);
             self.forks.step.store(NONE, Ordering::Release);
             if !forked {
                 self.child_is_gone(self.forks.epoch());
@@ -314,7 +312,7 @@ impl Pager {
                 server_lost();
             }
         }
-        Ok(())
+        channel::send(calls, Message::of(channel::LIGHT), &[])
     }
 
     /// Copies the page server's ends of the sockets of the fork in progress into the calling
@@ -363,25 +361,25 @@ impl Pager {
 
 /// Follows a fork whose event the handler has read.
 pub(crate) fn follow(pager: &Arc<Pager>, faults: Uffd) {
-    pager.pages.fork_waits.store(true, Ordering::Release);
     let channel = pager.server_ends();
+    // A fork by a raw system call was not prepared. Preparing it now is sufficient if no other
+    // thread runs meanwhile.
+    let cause = if channel.is_none() { Cause::Raw } else { Cause::Prepared };
+    pager.pages.begin_standstill(cause);
     // The forking thread holds `space`, so the extents are those of the child.
     let extents = pager.region.extents().all().into();
     let (epoch, (snapshot, touched)) = {
         let _protection = pager.pages.lock_protection();
-        let epoch = if channel.is_none() {
-            // A fork by a raw system call was not prepared. Preparing it now is sufficient if no
-            // other thread runs meanwhile.
-            pager.pages.flush(&mut Hand::default());
-            let mut slots = pager.pages.slots();
-            let epoch = slots.freeze();
-            slots.end_freezing();
-            epoch
-        } else {
-            pager.forks.epoch()
+        let epoch = match cause {
+            Cause::Prepared => pager.forks.epoch(),
+            Cause::Raw => {
+                pager.pages.flush(&mut Hand::default());
+                pager.pages.slots().freeze_used()
+            }
         };
         (epoch, pager.snapshot())
     };
+    pager.pages.end_standstill(cause);
     match page_server::send_fault_descriptor(&faults, channel.as_ref()) {
         Err(error) if error.raw_os_error() != Some(libc::EPIPE) => {
             pager.fatal("send a forked child the descriptor of its faults", &error);
@@ -389,7 +387,6 @@ pub(crate) fn follow(pager: &Arc<Pager>, faults: Uffd) {
         _ => {}
     }
     pager.hand_to_server(Child::new(Some(faults), channel, epoch, snapshot, touched, extents));
-    pager.pages.fork_waits.store(false, Ordering::Release);
 }
 
 #[cfg(test)]

@@ -42,8 +42,8 @@ use crate::uffd::{Event, Fault, Uffd};
 
 /// Interval at which the page server checks which children still exist.
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
-/// Pages served to a child before it must be promoted. Up to twice as many are served in total:
-/// they fit in the part of the child's bound that is reserved for its frames.
+/// Pages served to a child before it must be promoted. Up to twice as many are served to a child
+/// that can be promoted: they fit in the part of the child's bound that is reserved for its frames.
 const PAGES_BEFORE_PROMOTION: u32 = 64;
 /// Maximum duration of one round of the page server after the parent has ended, in seconds.
 const ROUND_TIMEOUT_S: u32 = 10;
@@ -372,6 +372,10 @@ impl<'a> PageServer<'a> {
                 child.faults = faults.map(Uffd::from_fd);
                 return child.faults.as_ref().is_some_and(|own| own.set_nonblocking().is_ok());
             }
+            channel::LIGHT => {
+                child.is_light = true;
+                return true;
+            }
             channel::DROPPED => child.forget(range),
             channel::PROMOTE => child.request_promotion(),
             _ => return false,
@@ -436,7 +440,7 @@ impl<'a> PageServer<'a> {
             return;
         }
         if child.channel.is_some() {
-            if child.pages_served >= 2 * PAGES_BEFORE_PROMOTION {
+            if child.is_light && child.pages_served >= 2 * PAGES_BEFORE_PROMOTION {
                 // The promoted child serves this fault itself. A child of a light child starts with
                 // its parent's number of pages, and its own promotion may not be requested yet.
                 child.request_promotion();

@@ -479,7 +479,8 @@ impl Memory for ModelMemory {
     }
 
     /// Times are counted, and nothing depends on them.
+    /// One step of the simulator takes a millisecond.
     fn now_ns(&self) -> u64 {
-        0
+        u64::from(fiber::step().unwrap_or(0)) * 1_000_000
     }
 }

@@ -16,8 +16,6 @@
 //! So at no time are more pages present than are leased, except those of a forking thread, and
 //! those that a promoted child has from its parent.
 
-use std::sync::atomic::Ordering;
-
 use crate::lease::Lease;
 use crate::memory::Memory;
 use crate::pages::{Hand, Pages, State};
@@ -134,7 +132,7 @@ impl<M: Memory> Pages<M> {
                 after if after < before => fruitless = 0,
                 _ => fruitless += 1,
             }
-            if self.fork_waits.load(Ordering::Acquire) {
+            if self.is_standstill() {
                 return;
             }
         }

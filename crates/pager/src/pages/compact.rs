@@ -19,7 +19,6 @@
 //! and the fork's snapshot no page changes its slot.
 
 use std::ops::ControlFlow;
-use std::sync::atomic::Ordering;
 
 use crate::memory::{Memory, Position};
 use crate::page_table::{BLOCK_PAGES, Entry, PageId, State as PageState};
@@ -115,7 +114,7 @@ impl<M: Memory> Pages<M> {
         remote: &mut Vec<(PageId, SlotId)>,
     ) -> ControlFlow<()> {
         let protection = self.try_lock_protection();
-        if protection.is_none() || self.fork_waits.load(Ordering::Acquire) {
+        if protection.is_none() || self.is_standstill() {
             return ControlFlow::Break(());
         }
         for page in pages.map(PageId) {

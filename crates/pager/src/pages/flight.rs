@@ -12,8 +12,6 @@
 //! written. Neither thread waits for the transfer: each marks the entry with its fate. The end of
 //! the flight then frees the slot, and also the position of a dropped page.
 
-use std::sync::atomic::Ordering;
-
 use crate::memory::{Memory, Position};
 use crate::page_table::{Entry, PageId, State as PageState};
 use crate::pages::sizes::{DEMAND_FRAMES, Sizes};
@@ -504,7 +502,7 @@ impl<M: Memory> Pages<M> {
     /// wait for the pages in `hand.woken`.
     fn land(&self, state: &mut State, hand: &mut Hand, index: FlightIndex) -> bool {
         // A forked child finds the pages that are not resident in their slots.
-        let forks = self.fork_waits.load(Ordering::Acquire);
+        let forks = self.is_standstill();
         let flight = state.flights.get(index);
         let entries = std::mem::take(&mut flight.entries);
         let (waited, window, direction) = (flight.waited, flight.window, flight.direction);

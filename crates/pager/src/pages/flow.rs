@@ -18,7 +18,6 @@
 //! `Pages::make_blank` does the same work for a fault that finds no blank position.
 
 use std::ops::Range;
-use std::sync::atomic::Ordering;
 
 use crate::fingerprint::Content;
 use crate::memory::{Memory, Position, Stop};
@@ -225,7 +224,7 @@ impl<M: Memory> Pages<M> {
             if hand.blank.is_some() {
                 break;
             }
-            if self.fork_waits.load(Ordering::Acquire) {
+            if self.is_standstill() {
                 return false;
             }
             match self.take_out(hand, SLICE_PAGES) {
@@ -304,9 +303,10 @@ impl<M: Memory> Pages<M> {
     /// Takes out at most `max` resident pages, in the policy's order, and inspects them.
     pub fn take_out(&self, hand: &mut Hand, max: u32) -> TakenOut {
         let Some(_protection) = self.try_lock_protection() else { return TakenOut::None };
-        if self.fork_waits.load(Ordering::Acquire) {
+        if self.is_standstill() {
             return TakenOut::Forking;
         }
+        debug_assert!(!self.slots().is_freezing(), "each version of a page would keep its slot");
         self.choose(hand, max.min(BATCH_PAGES));
         self.take_chosen(hand)
     }
@@ -314,7 +314,7 @@ impl<M: Memory> Pages<M> {
     /// Takes out the resident pages of a range.
     pub fn take_out_range(&self, hand: &mut Hand, pages: Range<u32>) {
         let mut pages = pages.map(PageId).peekable();
-        while pages.peek().is_some() && !self.fork_waits.load(Ordering::Acquire) {
+        while pages.peek().is_some() && !self.is_standstill() {
             {
                 let _protection = self.lock_protection();
                 let admit = |e: Entry| e.state() == PageState::Resident && !e.is_pinned();

@@ -49,7 +49,7 @@
 //! the number of present pages. Only zeros for new pages and memory for new positions raise the
 //! number. Both are taken from the room below the limit, under the lock of the state.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use smallvec::SmallVec;
@@ -77,12 +77,14 @@ pub mod flight;
 pub mod flow;
 pub mod sealing;
 pub mod sizes;
+pub mod standstill;
 pub mod sync;
 
 pub use flight::FlightIndex;
 use flight::Flights;
 pub use flow::Hand;
 pub use sizes::Sizes;
+use standstill::Standstill;
 pub use sync::Request;
 
 /// The data that the lock of [`Pages::state`] guards.
@@ -189,11 +191,8 @@ pub struct Pages<M: Memory> {
     /// A thread holds this lock while it takes pages out. Other threads hold the lock to keep all
     /// pages where they are.
     protection: Mutex<()>,
-    /// True while a fork is prepared, and from the read of a fork's event until the snapshot is
-    /// taken. Only the threads that follow the fork change this flag. A refused change of pages
-    /// leaves the flag as it is, because the kernel refuses until the forking thread runs again,
-    /// which may be after the snapshot.
-    pub fork_waits: AtomicBool,
+    /// Keeps pages from being taken out during a fork.
+    standstill: Standstill,
     /// Incremented when a position may have become blank. A thread that waits for a change uses
     /// this word as a futex with a timeout, because no thread wakes the futex.
     pub room_changes: AtomicU32,
@@ -237,7 +236,7 @@ impl<M: Memory> Pages<M> {
             slots: Mutex::new(slots),
             emptied: Mutex::default(),
             protection: Mutex::new(()),
-            fork_waits: AtomicBool::new(false),
+            standstill: Standstill::default(),
             room_changes: AtomicU32::new(0),
         }
     }

@@ -61,25 +61,28 @@ impl<M: Memory> Pages<M> {
         let mut plan = None;
         loop {
             let seen = self.table.load(page);
-            let attempt =
-                if self.needs_blank(seen, request) && !self.make_room(hand, request.over_limit) {
+            let has_room = !self.needs_blank(seen, request)
+                || self.make_room(hand, request.over_limit)
+                || self.make_granted_room(hand);
+            if !has_room {
+                plan.iter().for_each(|plan| self.cancel(plan));
+                self.refuse(page);
+                return 0;
+            }
+            let Some(entry) = self.table.lock_or_wait(page) else {
+                plan.iter().for_each(|plan| self.cancel(plan));
+                return 0;
+            };
+            let attempt = match entry.state() {
+                _ if !self.memory.is_at(page, request.address) => {
+                    self.settle(page, entry);
                     Attempt::Refault
-                } else {
-                    let Some(entry) = self.table.lock_or_wait(page) else {
-                        plan.iter().for_each(|plan| self.cancel(plan));
-                        return 0;
-                    };
-                    match entry.state() {
-                        _ if !self.memory.is_at(page, request.address) => {
-                            self.settle(page, entry);
-                            Attempt::Refault
-                        }
-                        PageState::Resident => self.spurious(request, entry),
-                        PageState::Absent => self.first_touch(hand, request, &mut plan),
-                        PageState::Remote => self.fetch(hand, request, entry, &mut plan),
-                        PageState::Shelved => self.restore(hand, request, entry, &mut plan),
-                    }
-                };
+                }
+                PageState::Resident => self.spurious(request, entry),
+                PageState::Absent => self.first_touch(hand, request, &mut plan),
+                PageState::Remote => self.fetch(hand, request, entry, &mut plan),
+                PageState::Shelved => self.restore(hand, request, entry, &mut plan),
+            };
             match attempt {
                 Attempt::Served(pages) => {
                     if let Some(plan) = plan {
@@ -114,7 +117,7 @@ impl<M: Memory> Pages<M> {
     }
 
     /// Makes sure that this thread's hand has a blank position, as [`Pages::make_blank`] does.
-    fn make_room(&self, hand: &mut Hand, over_limit: bool) -> bool {
+    pub(super) fn make_room(&self, hand: &mut Hand, over_limit: bool) -> bool {
         let is_direct = self.paths == Paths::Linux && !over_limit;
         if !is_direct && self.find_blank(hand) {
             return true;

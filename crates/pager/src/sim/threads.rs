@@ -2,13 +2,13 @@
 //! [`crate::fault`], [`crate::worker`] and [`crate::fork`], over the model.
 
 use std::rc::Rc;
-use std::sync::atomic::Ordering;
 
 use super::fiber::{pause, point, spawn, trace, wait_until};
 use super::world::World;
 use crate::memory::model::{Bytes, Event, WORDS};
 use crate::page_table::PageId;
 use crate::pages::compact::Pass;
+use crate::pages::standstill::Cause;
 use crate::pages::{Hand, Request};
 use crate::slots::{Epoch, SlotId};
 use crate::stats::Counter;
@@ -87,6 +87,9 @@ fn serve(world: &World, hand: &mut Hand, page: PageId, thread: u32, write: bool)
     }
     let pages = world.pages.fault(hand, &request);
     trace(|| format!("served {page:?}: {pages}"));
+    if pages == 0 && world.pages.is_standstill() {
+        wake_worker(world);
+    }
     if world.waits_for_transfers() {
         assert!(world.pages.state().flights.is_idle(), "{page:?} is served, transfers are left");
     }
@@ -114,6 +117,10 @@ pub(crate) fn worker(world: &Rc<World>) {
         let seen = world.worker_wakes.get();
         world.pages.free_emptied();
         help_fork(world, &mut hand);
+        if world.pages.relieve_refused().is_some() {
+            pause();
+            continue;
+        }
         if world.worker_reclaims() {
             while world.pages.work(&mut hand, BATCH_PAGES) && !world.forking.is_asked.get() {}
         }
@@ -159,12 +166,12 @@ fn follow(world: &Rc<World>) {
         let visit = |page: PageId, slot| slots[page.0 as usize] = Some(slot);
         world.pages.visit_slots(0..world.setup.pages, |_| {}, visit);
     }
+    world.pages.end_standstill(Cause::Prepared);
     let epoch = Epoch(world.forking.epoch.get());
     world.children.set(world.children.get() + 1);
     let parent = world.clone();
     spawn("child", move || child(&parent, &copied, &slots, epoch));
     world.forking.children_added.set(world.forking.children_added.get() + 1);
-    world.pages.fork_waits.store(false, Ordering::Release);
 }
 
 /// A forked child: reads the pages of its parent as they were at the fork.
@@ -278,7 +285,7 @@ pub(crate) fn heir(world: &World) {
 pub(crate) fn fork(world: &World, thread: u32, mut touch: impl FnMut()) {
     let forking = &world.forking;
     forking.thread.set(Some(thread));
-    world.pages.fork_waits.store(true, Ordering::Release);
+    world.pages.begin_standstill(Cause::Prepared);
     let added_before = forking.children_added.get();
     forking.is_asked.set(true);
     wake_worker(world);
@@ -286,9 +293,16 @@ pub(crate) fn fork(world: &World, thread: u32, mut touch: impl FnMut()) {
     wait_until("waits for the worker's part of a fork", || !forking.is_asked.get());
     let protection = world.lock_protection();
     forking.thread.set(Some(thread));
-    world.pages.fork_waits.store(true, Ordering::Release);
+    world.pages.begin_standstill(Cause::Prepared);
     touch();
     point();
+    if world.random.borrow_mut().once_in(4) {
+        // `fork` takes locks of libc, which threads of the program hold while they access pages.
+        let used = world.users.borrow().iter().position(|users| *users > 0);
+        wait_until("waits for a lock of libc", || {
+            used.is_none_or(|page| world.users.borrow()[page] == 0)
+        });
+    }
     let expected = (0..world.setup.pages).map(|page| world.oracle.borrow().contents(page));
     let copied = Copied { expected: expected.collect(), mapped: world.pages.memory.fork() };
     forking.snapshot.replace(Some(copied));
@@ -296,7 +310,5 @@ pub(crate) fn fork(world: &World, thread: u32, mut touch: impl FnMut()) {
     forking.thread.set(None);
     drop(protection);
     wait_until("waits for the snapshot", || forking.children_added.get() != added_before);
-    world.pages.fork_waits.store(false, Ordering::Release);
-    world.pages.slots().end_freezing();
     pause();
 }

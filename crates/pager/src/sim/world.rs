@@ -245,7 +245,7 @@ impl World {
         let lease = self.pages.lease().map(|lease| rival::may_be_present(&self.pages, lease));
         // With a lease, what is leased at this moment; beyond it only pages of a forking thread.
         let allowed = self.allowed.get().max(lease.unwrap_or(0));
-        match self.over_limit.get() {
+        match self.over_limit.get() + u32::from(self.pages.is_granted()) {
             0 => {
                 assert!(present <= allowed, "{present} pages are present, allowed are {allowed}");
                 self.allowed.set(match lease {
