@@ -116,12 +116,13 @@ mod tests {
     }
 
     /// Two wakers and a loop that sleeps until it has seen both tasks. Deadlocks if a wake-up is
-    /// lost. Checks every interleaving with at most two preemptions, or with four in a full test
-    /// run.
+    /// lost. Checks every interleaving with at most two preemptions. With three, loom 0.7 finds an
+    /// execution that C11 forbids: a load after a fence returns the value of a `swap` that precedes
+    /// a newer store in the modification order, because the `swap` does not happen before that
+    /// store.
     fn wake_two_tasks<const FENCES: bool>() {
         let mut builder = loom::model::Builder::new();
-        let is_full = std::env::var_os("GRANARY_TEST_FULL").is_some();
-        builder.preemption_bound = Some(if is_full { 4 } else { 2 });
+        builder.preemption_bound = Some(2);
         builder.check(|| {
             let words: Arc<[Modelled<FENCES>; 2]> = Arc::default();
             let asleep: Arc<Modelled<FENCES>> = Arc::default();
