@@ -70,9 +70,9 @@ impl<M: Memory> Pages<M> {
         self.standstill.causes.load(Ordering::Acquire) != 0
     }
 
-    /// Makes the thread that faulted on a page fault again: after the standstill of a prepared fork,
+    /// Makes the thread that faulted on a page fault again, after the standstill of a prepared fork
     /// if there is one. Without this pause the thread and its handler would take the core from the
-    /// forking thread. The mappings stay as they are during a prepared fork only.
+    /// forking thread. Only a prepared fork keeps the mappings as they are meanwhile.
     pub(super) fn refuse(&self, page: PageId) {
         {
             let mut refused = self.standstill.refused.lock().expect("a holder does not panic");
@@ -89,7 +89,7 @@ impl<M: Memory> Pages<M> {
         self.memory.wake(page, 1);
     }
 
-    /// Makes room beyond the limit for a refused fault, if a grant is left. Returns false otherwise.
+    /// Makes room beyond the limit for a refused fault. Returns false if no grant is left.
     pub(super) fn make_granted_room(&self, hand: &mut Hand) -> bool {
         let less = |grants: u32| grants.checked_sub(1);
         let grants = &self.standstill.grants;
