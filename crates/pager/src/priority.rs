@@ -13,7 +13,9 @@ const WINDOW_NS: u64 = 20_000_000;
 /// Busy time in a window from which the handler steps down.
 const BUSY_NS: u64 = WINDOW_NS / 10 * 9;
 
-/// The scheduling of a handler thread, and of the assist, for whose pages handlers wait.
+/// The scheduling of a thread for which faulting threads wait: a handler, the assist, or the page
+/// server of forked children. The default is an ordinary thread.
+#[derive(Default)]
 pub(crate) struct HandlerPriority {
     scheduling: Scheduling,
     window_start_ns: u64,

@@ -34,6 +34,7 @@ use super::inheritance::set_page_server;
 use crate::config::EXIT_PAGER;
 use crate::page_table::PageId;
 use crate::pager::Pager;
+use crate::priority::HandlerPriority;
 use crate::spawn::spawn;
 use crate::stats::Counter;
 use crate::sys::{self, PAGE_BYTES};
@@ -122,6 +123,7 @@ extern "C" fn run_page_server(server: *mut libc::c_void) -> libc::c_int {
         libc::sigprocmask(libc::SIG_UNBLOCK, &alarm, std::ptr::null_mut());
     }
     server.is_process = true;
+    server.priority = HandlerPriority::ask();
     let run = std::panic::AssertUnwindSafe(|| server.serve());
     libc::c_int::from(std::panic::catch_unwind(run).is_err())
 }
@@ -157,6 +159,9 @@ struct PageServer<'a> {
     /// except in `poll`.
     is_busy: AtomicBool,
     children: Vec<Child>,
+    /// Threads of children wait for the page server as for a handler. Ordinary where a thread of
+    /// the parent serves the children.
+    priority: HandlerPriority,
     /// Pages on their way to children. The NIC reaches the frames, and must not see plain content.
     buffer: Box<[Page; channel::PAGES_AT_ONCE]>,
     /// Time of the next check which children still exist. No event reveals the end of a child that
@@ -174,6 +179,7 @@ impl<'a> PageServer<'a> {
             is_process: false,
             is_busy: AtomicBool::new(false),
             children: Vec::new(),
+            priority: HandlerPriority::default(),
             buffer: Box::new([const { Page([0; PAGE_BYTES]) }; channel::PAGES_AT_ONCE]),
             next_check: Instant::now(),
         }
@@ -182,6 +188,7 @@ impl<'a> PageServer<'a> {
     /// Serves children until none is left.
     fn serve(&mut self) {
         let mut polls: Vec<libc::pollfd> = Vec::new();
+        let mut start = sys::now_ns();
         loop {
             self.is_busy.store(true, Ordering::Release);
             while let Some(child) = take_child(self.inbox) {
@@ -207,6 +214,7 @@ impl<'a> PageServer<'a> {
                 polls.push(fd(server_calls, libc::POLLIN));
             }
             self.set_watchdog(0);
+            self.priority.served(start, sys::now_ns());
             self.is_busy.store(false, Ordering::Release);
             // SAFETY: the vector has as many entries as its length.
             unsafe {
@@ -214,6 +222,7 @@ impl<'a> PageServer<'a> {
                 libc::poll(polls.as_mut_ptr(), polls.len() as u64, timeout);
             }
             self.is_busy.store(true, Ordering::Release);
+            start = sys::now_ns();
             self.set_watchdog(ROUND_TIMEOUT_S);
             if polls[1].revents != 0 {
                 self.orphan();
