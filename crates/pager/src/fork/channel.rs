@@ -48,7 +48,6 @@ pub(super) const FAULTS: u32 = 6;
 /// Page server: the parent has ended. The child must read all its pages soon, because until then
 /// their memory cannot be freed.
 pub(super) const ORPHANED: u32 = 7;
-
 /// Child: the thread that promotes the child waits for notices from now on.
 pub(super) const LIGHT: u32 = 8;
 

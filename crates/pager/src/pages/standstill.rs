@@ -1,7 +1,7 @@
 //! Standstill of a process's pages while a child is forked.
 
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard};
 
 use super::{Hand, Pages};
 use crate::memory::Memory;
@@ -23,15 +23,27 @@ pub(super) struct Standstill {
     /// change of pages leaves them as they are, because the kernel refuses until the forking thread
     /// runs again, which may be after the snapshot.
     causes: AtomicU32,
-    /// Pages whose faults need room that only a page that is taken out can give. Bits of `causes`
-    /// are cleared under this lock, so that no page is left here.
-    refused: Mutex<Vec<PageId>>,
-    /// Number of faults that may go beyond the limit.
+    /// Bits of `causes` are cleared under this lock, so that no page is left here.
+    refused: Mutex<Refused>,
+    /// Number of refused faults that may have a page beyond the limit.
     grants: AtomicU32,
-    /// Faults that go beyond the limit now.
+    /// Number of faults that are given a page beyond the limit now. Read by the simulator's check
+    /// of the limit.
     used_now: AtomicU32,
-    /// Time of the first refusal in `refused`.
-    refused_since_ns: AtomicU64,
+}
+
+/// Faults that need room, and for which a page must be taken out.
+#[derive(Default)]
+struct Refused {
+    pages: Vec<PageId>,
+    /// Time of the first refusal in `pages`, in ns.
+    since_ns: u64,
+}
+
+impl Standstill {
+    fn refused(&self) -> MutexGuard<'_, Refused> {
+        self.refused.lock().expect("no thread panics while it holds this lock")
+    }
 }
 
 /// Time for which the faults of a standstill are refused, in ns. A fork takes a small part of it.
@@ -40,6 +52,7 @@ const REFUSAL_NS: u64 = 20_000_000;
 impl<M: Memory> Pages<M> {
     /// Begins a standstill: no page is taken out until [`Pages::end_standstill`].
     pub fn begin_standstill(&self, cause: Cause) {
+        self.standstill.grants.store(0, Ordering::Release);
         self.standstill.causes.fetch_or(cause as u32, Ordering::AcqRel);
     }
 
@@ -53,12 +66,11 @@ impl<M: Memory> Pages<M> {
         if cause == Cause::Prepared {
             self.slots().end_freezing();
         }
-        self.standstill.grants.store(0, Ordering::Release);
         let refused = {
-            let mut refused = self.standstill.refused.lock().expect("a holder does not panic");
+            let mut refused = self.standstill.refused();
             let before = self.standstill.causes.fetch_and(!(cause as u32), Ordering::AcqRel);
             match before & !(cause as u32) {
-                0 => std::mem::take(&mut *refused),
+                0 => std::mem::take(&mut refused.pages),
                 _ => Vec::new(),
             }
         };
@@ -75,14 +87,13 @@ impl<M: Memory> Pages<M> {
     /// forking thread. Only a prepared fork keeps the mappings as they are meanwhile.
     pub(super) fn refuse(&self, page: PageId) {
         {
-            let mut refused = self.standstill.refused.lock().expect("a holder does not panic");
+            let mut refused = self.standstill.refused();
             let causes = self.standstill.causes.load(Ordering::Acquire);
             if causes & Cause::Prepared as u32 != 0 {
-                if refused.is_empty() {
-                    let since = self.memory.now_ns();
-                    self.standstill.refused_since_ns.store(since, Ordering::Release);
+                if refused.pages.is_empty() {
+                    refused.since_ns = self.memory.now_ns();
                 }
-                refused.push(page);
+                refused.pages.push(page);
                 return;
             }
         }
@@ -116,16 +127,15 @@ impl<M: Memory> Pages<M> {
     /// libc, such as that of the list of streams, after the standstill has begun.
     pub fn relieve_refused(&self) -> Option<u64> {
         let refused = {
-            let mut refused = self.standstill.refused.lock().expect("a holder does not panic");
-            if refused.is_empty() {
+            let mut refused = self.standstill.refused();
+            if refused.pages.is_empty() {
                 return None;
             }
-            let since = self.standstill.refused_since_ns.load(Ordering::Acquire);
-            let left_ns = (since + REFUSAL_NS).saturating_sub(self.memory.now_ns());
+            let left_ns = (refused.since_ns + REFUSAL_NS).saturating_sub(self.memory.now_ns());
             if left_ns > 0 {
                 return Some(left_ns.div_ceil(1_000_000));
             }
-            std::mem::take(&mut *refused)
+            std::mem::take(&mut refused.pages)
         };
         self.standstill.grants.fetch_add(refused.len() as u32, Ordering::AcqRel);
         refused.into_iter().for_each(|page| self.memory.wake(page, 1));

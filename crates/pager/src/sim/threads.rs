@@ -292,8 +292,6 @@ pub(crate) fn fork(world: &World, thread: u32, mut touch: impl FnMut()) {
     touch();
     wait_until("waits for the worker's part of a fork", || !forking.is_asked.get());
     let protection = world.lock_protection();
-    forking.thread.set(Some(thread));
-    world.pages.begin_standstill(Cause::Prepared);
     touch();
     point();
     if world.random.borrow_mut().once_in(4) {
