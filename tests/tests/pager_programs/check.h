@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #define CHECK(what)                                                                                \
@@ -13,6 +14,13 @@
             _exit(1);                                                                              \
         }                                                                                          \
     } while (0)
+
+/* Waits for a child, which must end with this status. */
+static inline void check_child(pid_t child, int expected) {
+    int status;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == expected);
+}
 
 /* Contents of which no page is a repeated word: the pager keeps a page of one repeated word without
  * a slot, and such a page would never reach the memory node. */

@@ -6,7 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "check.h"
@@ -41,8 +40,7 @@ int main(int count, char **arguments) {
             for (unsigned i = (unsigned)c % 7; i < KEPT; i += 7) CHECK(kept[i * (PAGE / 4)] == i);
             _exit(7);
         }
-        int status;
-        CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 7);
+        check_child(child, 7);
     }
     done = 1;
     CHECK(!pthread_join(thread, 0));

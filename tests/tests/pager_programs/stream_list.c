@@ -5,7 +5,6 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "check.h"
@@ -38,8 +37,7 @@ int main(int count, char **arguments) {
         pid_t child = fork();
         CHECK(child >= 0);
         if (child == 0) _exit(7);
-        int status;
-        CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 7);
+        check_child(child, 7);
     }
     done = 1;
     CHECK(!pthread_join(thread, 0));
