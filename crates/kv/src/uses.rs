@@ -100,6 +100,19 @@ impl Uses {
         }
     }
 
+    /// Sets what [`told`](Self::told) returns. A time before the range of `Recency` is cut.
+    pub fn tell(&mut self, slot: usize, told: u64, measure: Measure, now: u64) {
+        self.renew(measure, now);
+        self.values[slot] = match measure {
+            Measure::Recency => {
+                let since = (now >> measure.shift()).saturating_sub(self.renewed);
+                let units = told.saturating_mul(1000).div_ceil(1 << measure.shift());
+                (u64::from(NOW) + since.min(RENEWAL)).saturating_sub(units) as u8
+            }
+            Measure::Frequency => told.min(255) as u8,
+        };
+    }
+
     /// Copies the value of a slot of another subtable.
     pub fn copy(&mut self, to: usize, other: &Self, from: usize) {
         let newer = self.renewed.max(other.renewed);
@@ -149,6 +162,21 @@ mod tests {
         assert!(worth(&two, 1) < worth(&one, 1));
         one.copy(5, &two, 1);
         assert_eq!(worth(&one, 5), worth(&two, 1));
+    }
+
+    #[test]
+    fn uses_that_were_set_are_told() {
+        let mut uses = uses();
+        let now = (1 << 40) + (70 << 13);
+        uses.used(1, true, Measure::Recency, 1 << 40, 0);
+        for (seconds, told) in [(0, 0), (8, 8), (9, 16), (1000, 1007), (u64::MAX, 1622)] {
+            uses.tell(0, seconds, Measure::Recency, now);
+            assert_eq!(uses.told(0, Measure::Recency, now), told, "{seconds} s");
+        }
+        for (count, told) in [(0, 0), (100, 100), (255, 255), (256, 255)] {
+            uses.tell(0, count, Measure::Frequency, now);
+            assert_eq!(uses.told(0, Measure::Frequency, now), told);
+        }
     }
 
     #[test]

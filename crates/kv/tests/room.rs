@@ -166,3 +166,40 @@ fn read_of_several_keys_is_a_use_of_each_key() {
         }
     }
 }
+
+#[test]
+fn evicted_key_is_told_with_its_database() {
+    for (column, form, mirror) in COLUMNS {
+        let world = World::new(4096, 1 << 20, false, 4);
+        let store = world.create(settings(form, mirror, 2));
+        let long = [b'k'; 300];
+        for (db, key) in [(0, &b"short"[..]), (3, &long), (3, b"")] {
+            block_on(store.set(db, key, b"value", SetOptions::default())).expect("a write");
+        }
+        let mut told = Vec::new();
+        let mut tell = |db: u8, key: &[u8]| told.push((db, key.to_vec()));
+        for _ in 0..3 {
+            let call = store.evict_and_tell(Candidates::All, Eviction::Random, Some(&mut tell));
+            assert!(block_on(call).expect("an eviction"), "{column}");
+        }
+        told.sort();
+        assert_eq!(told, [(0, b"short".to_vec()), (3, Vec::new()), (3, long.to_vec())], "{column}");
+    }
+}
+
+#[test]
+fn worth_that_was_set_is_told_by_the_same_measure() {
+    for (measure, other, told) in
+        [(Measure::Recency, Measure::Frequency, 106), (Measure::Frequency, Measure::Recency, 100)]
+    {
+        let world = World::new(4096, 1 << 20, false, 3);
+        let store = world.create(Settings { measure, ..settings(Form::Fused, true, 2) });
+        block_on(store.set(0, b"key", b"value", SetOptions::default())).expect("a write");
+        for key in [&b"key"[..], b"absent"] {
+            block_on(store.set_worth(0, key, measure, 100)).expect("a change");
+            block_on(store.set_worth(0, key, other, 7)).expect("no change");
+        }
+        assert_eq!(block_on(store.worth(0, b"key")), Ok(Some(told)), "{measure:?}");
+        assert_eq!(block_on(store.worth(0, b"absent")), Ok(None));
+    }
+}

@@ -7,6 +7,7 @@ use smallvec::SmallVec;
 
 use super::change::Tried;
 use super::look::Hit;
+use super::sweep::Tell;
 use super::trips::{Operation, Trip};
 use super::{Key, Store};
 use crate::blocks::Blocks;
@@ -82,6 +83,16 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     ///
     /// The key is chosen among five, from local metadata.
     pub async fn evict(&self, candidates: Candidates, by: Eviction) -> Result<bool, Error> {
+        self.evict_and_tell(candidates, by, None).await
+    }
+
+    /// Like [`Store::evict`]. Reads the key before its deletion, for `tell`.
+    pub async fn evict_and_tell(
+        &self,
+        candidates: Candidates,
+        by: Eviction,
+        mut tell: Option<Tell<'_>>,
+    ) -> Result<bool, Error> {
         for _ in 0..ATTEMPTS {
             self.check()?;
             let trip = self.trip(Operation::Evict);
@@ -96,9 +107,14 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
                 Eviction::Random if sample.is_empty() => None,
                 Eviction::Random => sample.get(self.environment.random() as usize % sample.len()),
             };
-            if let Some(chosen) = chosen
-                && self.evict_chosen(&trip, &table, *chosen).await?
-            {
+            let Some(chosen) = chosen else { continue };
+            // The name of a key is lost with its memory node.
+            let is_told = tell.is_some() && !self.blocks.is_gone(chosen.word.place);
+            let mut name = is_told.then(Vec::new);
+            if self.evict_chosen(&trip, &table, *chosen, name.as_mut()).await? {
+                if let (Some(tell), Some(name)) = (&mut tell, name) {
+                    tell(table.db, &name);
+                }
                 self.removed.evicted.fetch_add(1, Ordering::Relaxed);
                 return Ok(true);
             }
@@ -185,12 +201,13 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         Ok(sample)
     }
 
-    /// Deletes a chosen key, if the slot still names the same block.
+    /// Deletes a chosen key, if the slot still names the same block. `name`: takes the key.
     async fn evict_chosen(
         &self,
         trip: &Trip<'_>,
         table: &Arc<Table>,
         chosen: Sampled,
+        name: Option<&mut Vec<u8>>,
     ) -> Result<bool, Error> {
         let ticket = self.tickets.one(Name::new(table.db, chosen.tag), Hold::Exclusive);
         ticket.valid().await;
@@ -204,6 +221,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             return Ok(false);
         }
         let Sampled { slot, word, tag, expiry, .. } = chosen;
+        if let Some(name) = name {
+            let words = std::iter::once(word);
+            self.read_keys(trip, words, |_, _, key| name.extend_from_slice(key)).await?;
+        }
         let mut hit = Hit { slot, word, expiry, block: None };
         if word.length == class::PIECES && !self.blocks.is_gone(word.place) {
             buffer.clear();

@@ -7,7 +7,7 @@ use super::gone::Losses;
 use super::look::{Hit, Seen, Want};
 use super::scratch::Scratch;
 use super::trips::{Operation, Trip};
-use super::{Key, Store};
+use super::{Key, Measure, Store};
 use crate::blocks::Blocks;
 use crate::environment::Environment;
 use crate::error::Error;
@@ -132,6 +132,31 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let local = table.local.lock();
             local.uses.told(hit.slot, measure, now)
         }))
+    }
+
+    /// Sets what [`worth`](Self::worth) returns of a key, if the store's measure is `measure`.
+    ///
+    /// A key that was used longer ago than the measure reaches counts as used at its beginning.
+    pub async fn set_worth(
+        &self,
+        db: u8,
+        key: &[u8],
+        measure: Measure,
+        told: u64,
+    ) -> Result<(), Error> {
+        if measure != self.measured() {
+            return Ok(());
+        }
+        let key = self.key(db, key)?;
+        let ticket = self.ticket(&key, Hold::Shared);
+        ticket.valid().await;
+        let trip = self.trip(Operation::Exists);
+        let _pin = self.blocks.pin();
+        let mut buffer = self.buffers.take();
+        if let Some((table, hit)) = self.find(&trip, &key, Want::Presence, &mut buffer).await? {
+            table.local.lock().uses.tell(hit.slot, told, measure, self.environment.now());
+        }
+        Ok(())
     }
 
     /// Looks for a key that has not expired, and notes the use. The caller holds a ticket and a
