@@ -178,6 +178,19 @@ fn dump(pair: &mut Pair, which: usize) -> Vec<Vec<u8>> {
     all
 }
 
+/// CONFIG SET is the last command: the work in the background evicts.
+#[test]
+fn evicted_key_is_told_to_subscribers() {
+    let mut pair = Pair::of_ours(Ours::start(None));
+    pair.connect("2");
+    pair.ask_one(1, "CONFIG SET notify-keyspace-events Ee maxmemory-policy allkeys-lru");
+    pair.ask_one(1, "@2 SUBSCRIBE __keyevent@0__:evicted");
+    pair.ask_one(1, "SET key value");
+    pair.ask_one(1, "CONFIG SET maxmemory 1");
+    let message = String::from_utf8(pair.message()).unwrap();
+    assert!(message.ends_with("\r\n__keyevent@0__:evicted\r\n$3\r\nkey\r\n"), "{message}");
+}
+
 #[test]
 fn redis_loads_our_file_and_we_load_that_of_redis() {
     let Some(mut pair) = Pair::start() else { return };

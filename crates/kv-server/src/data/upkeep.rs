@@ -70,7 +70,14 @@ impl<N: Nic> Data<N> {
 
     async fn evict(&self, worker: &Worker) -> bool {
         let Some((candidates, eviction)) = policy(&worker.server) else { return false };
-        let is_evicted = self.store.evict(candidates, eviction).await.unwrap_or_else(|error| {
+        let server = &worker.server;
+        let mut tell = |db: u8, key: &[u8]| {
+            server.notify(b'e', "evicted", self.state.logical(db), key);
+        };
+        let is_told = server.config.live.notify() != 0;
+        let tell: Option<kv::Tell<'_>> = if is_told { Some(&mut tell) } else { None };
+        let result = self.store.evict_and_tell(candidates, eviction, tell).await;
+        let is_evicted = result.unwrap_or_else(|error| {
             tracing::error!(%error, "evicting a key failed");
             false
         });
@@ -182,6 +189,10 @@ impl<N: Nic> Data<N> {
         self.forget_gone().await?;
         if worker.server.expires_actively() {
             self.sweep(worker).await?;
+        }
+        // Commands make room too, but CONFIG SET may be the last command.
+        if worker.server.config.live.max_memory() > 0 {
+            self.make_room(worker).await;
         }
         if turns.is_multiple_of(10) {
             self.compact(&worker.server).await?;
