@@ -135,6 +135,17 @@ fn expired_key_is_deleted_and_told() {
 }
 
 #[test]
+fn restored_key_has_the_idle_time_of_the_command() {
+    let mut pair = Pair::of_ours(Ours::start(None));
+    pair.connect("2");
+    let payload = r#""\x00\xc0{\n\x00H\xe2S\xe1\x00zg\xb9""#;
+    assert_eq!(pair.ask_one(1, &format!("RESTORE key 0 {payload} IDLETIME 1000")), b"+OK\r\n");
+    let idle = String::from_utf8(pair.ask_one(1, "OBJECT IDLETIME key")).unwrap();
+    let idle: u64 = idle[1..].trim().parse().unwrap();
+    assert!((1000..1020).contains(&idle), "{idle}");
+}
+
+#[test]
 fn keys_are_evicted_up_to_the_limit() {
     for policy in ["allkeys-lru", "allkeys-lfu", "allkeys-random", "volatile-ttl"] {
         let mut pair = Pair::of_ours(Ours::start(None));

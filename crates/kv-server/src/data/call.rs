@@ -5,6 +5,7 @@
 
 use std::borrow::Cow;
 
+use kv::Measure;
 use redis_formats::command::Command;
 use redis_formats::number::parse_i64;
 use redis_formats::reply::{Protocol, Writer};
@@ -196,6 +197,8 @@ pub(super) struct Effects {
     pub hits: u64,
     pub misses: u64,
     pub is_changed: bool,
+    /// The uses of the only key, which RESTORE sets.
+    pub worth: Option<(Measure, u64)>,
 }
 
 impl Effects {
@@ -212,6 +215,7 @@ impl Effects {
     pub fn clear(&mut self) {
         self.events.clear();
         (self.hits, self.misses, self.is_changed) = (0, 0, false);
+        self.worth = None;
     }
 }
 

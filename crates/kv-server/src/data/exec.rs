@@ -202,6 +202,10 @@ pub(super) async fn execute_queue<N: Nic>(cx: &mut Context<'_, Data<N>>, queue: 
     for (queued, step) in queue.commands.iter().zip(steps) {
         if let Some(step) = step {
             publish(cx, &step.call, &step.effects, &step.keys);
+            let (db, key) = (data.state.physical(step.call.db), step.call.args.get(1));
+            if let Err(error) = data.set_worth(db, key, &step.effects).await {
+                tracing::warn!(%error, "setting the uses of a key failed");
+            }
             cx.session.prepared = Some(step.reply);
         }
         execute_one(&mut cx.of_queued(queued)).await;

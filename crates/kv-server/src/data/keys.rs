@@ -1,5 +1,6 @@
 //! Commands on keys of any type.
 
+use kv::Measure::{self, Frequency, Recency};
 use redis_formats::command::Id;
 use redis_formats::number::parse_i64;
 use redis_formats::rdb::{
@@ -233,12 +234,13 @@ pub(super) fn dump(_: &Call<'_>, cells: &mut Cells<'_, '_, '_>, out: &mut Output
 struct RestoreOptions {
     replaces: bool,
     is_absolute: bool,
+    worth: Option<(Measure, u64)>,
 }
 
 impl RestoreOptions {
     fn parse(call: &Call<'_>) -> Result<Self, Refusal> {
         let mut options = Self::default();
-        let (mut idle, mut frequency) = (false, false);
+        let is_other = |own: &Self, measure| own.worth.is_some_and(|(given, _)| given != measure);
         let mut at = 4;
         while at < call.args.count() {
             let has_value = at + 1 < call.args.count();
@@ -246,17 +248,17 @@ impl RestoreOptions {
                 options.replaces = true;
             } else if call.args.is(at, "absttl") {
                 options.is_absolute = true;
-            } else if call.args.is(at, "idletime") && has_value && !frequency {
-                if call.integer(at + 1)? < 0 {
+            } else if call.args.is(at, "idletime") && has_value && !is_other(&options, Recency) {
+                let Ok(seconds) = u64::try_from(call.integer(at + 1)?) else {
                     return refuse("ERR Invalid IDLETIME value, must be >= 0");
-                }
-                idle = true;
+                };
+                options.worth = Some((Recency, seconds));
                 at += 1;
-            } else if call.args.is(at, "freq") && has_value && !idle {
-                if !(0..=255).contains(&call.integer(at + 1)?) {
+            } else if call.args.is(at, "freq") && has_value && !is_other(&options, Frequency) {
+                let Ok(count) = u8::try_from(call.integer(at + 1)?) else {
                     return refuse("ERR Invalid FREQ value, must be >= 0 and <= 255");
-                }
-                frequency = true;
+                };
+                options.worth = Some((Frequency, count.into()));
                 at += 1;
             } else {
                 return refuse(SYNTAX);
@@ -305,6 +307,7 @@ pub(super) fn restore(
     } else {
         cell.put(value, at);
         out.event(b'g', "restore", 0);
+        out.effects.worth = options.worth;
     }
     out.ok();
     Ok(())

@@ -137,6 +137,21 @@ pub(super) fn publish<N: Nic>(
     }
 }
 
+impl<N: Nic> Data<N> {
+    /// Sets the uses of a key, if its command did.
+    pub(super) async fn set_worth(
+        &self,
+        db: u8,
+        key: &[u8],
+        effects: &Effects,
+    ) -> Result<(), kv::Error> {
+        match effects.worth {
+            Some((measure, told)) => self.store.set_worth(db, key, measure, told).await,
+            None => Ok(()),
+        }
+    }
+}
+
 /// Executes `call` on one key.
 async fn run_one<N: Nic>(
     cx: &mut Context<'_, Data<N>>,
@@ -167,12 +182,14 @@ async fn run_one<N: Nic>(
     if call.command.has(WRITE) && needs_value {
         let change = |value: Option<&[u8]>, expiry| execute(value, expiry).into_update();
         data.store.update(db, key, change).await?;
+        data.set_worth(db, key, effects).await?;
         data.drop_expired(cx.worker, db, key, is_missing).await
     } else if call.command.has(WRITE) {
         let change = |expiry: Option<u64>| {
             execute(expiry.map(|_| &[][..]), expiry.unwrap_or(0)).into_update()
         };
         data.store.alter(db, key, change).await?;
+        data.set_worth(db, key, effects).await?;
         data.drop_expired(cx.worker, db, key, is_missing).await
     } else if plan.needs_value {
         match data.store.get_pinned(db, key).await? {
