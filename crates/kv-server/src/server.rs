@@ -76,8 +76,7 @@ pub(crate) struct Pause {
 impl Pause {
     /// Begins or extends a pause.
     pub fn begin(&self, until_ms: u64, holds_all: bool, now_ms: u64) {
-        let is_active = self.until_ms.load(Ordering::Acquire) > now_ms;
-        let all = holds_all || is_active && self.holds_all.load(Ordering::Acquire);
+        let all = holds_all || self.is_active(now_ms) && self.holds_all.load(Ordering::Acquire);
         self.holds_all.store(all, Ordering::Release);
         self.until_ms.fetch_max(until_ms, Ordering::AcqRel);
     }
@@ -86,6 +85,11 @@ impl Pause {
     pub fn end(&self) {
         self.until_ms.store(0, Ordering::Release);
         std::mem::take(&mut *self.waiting.lock()).into_iter().for_each(Waker::wake);
+    }
+
+    /// Returns whether a pause holds any command back.
+    pub fn is_active(&self, now_ms: u64) -> bool {
+        self.until_ms.load(Ordering::Acquire) > now_ms
     }
 
     /// The end of the pause that holds `command` back, in milliseconds since 1970.
@@ -105,7 +109,7 @@ impl Pause {
 
     /// Removes wakers of pauses that are over.
     pub fn forget(&self, now_ms: u64) {
-        if self.until_ms.load(Ordering::Acquire) <= now_ms {
+        if !self.is_active(now_ms) {
             std::mem::take(&mut *self.waiting.lock()).into_iter().for_each(Waker::wake);
         }
     }

@@ -135,6 +135,24 @@ fn expired_key_is_deleted_and_told() {
 }
 
 #[test]
+fn paused_server_keeps_expired_keys_and_does_not_show_them() {
+    let mut pair = Pair::of_ours(Ours::start(None));
+    pair.connect("2");
+    for line in ["MULTI", "SET key v PX 500", "CLIENT PAUSE 60000 WRITE", "EXEC"] {
+        pair.ask_one(1, line);
+    }
+    // The work in the background has an interval of 100 ms.
+    std::thread::sleep(std::time::Duration::from_millis(750));
+    assert_eq!(pair.ask_one(1, "GET key"), b"$-1\r\n");
+    assert_eq!(pair.ask_one(1, "KEYS *"), b"*0\r\n");
+    assert_eq!(pair.ask_one(1, "DBSIZE"), b":1\r\n");
+    pair.ask_one(1, "CLIENT UNPAUSE");
+    assert_eq!(pair.ask_one(1, "GET key"), b"$-1\r\n");
+    assert_eq!(pair.ask_one(1, "DBSIZE"), b":0\r\n");
+    assert!(String::from_utf8_lossy(&pair.ask_one(1, "INFO stats")).contains("expired_keys:1\r\n"));
+}
+
+#[test]
 fn restored_key_has_the_idle_time_of_the_command() {
     let mut pair = Pair::of_ours(Ours::start(None));
     pair.connect("2");

@@ -94,7 +94,7 @@ impl<N: Nic> Data<N> {
         is_evicted || is_tended && self.store.blocks().usage().limbo < limbo
     }
 
-    /// Deletes a key that a read has found expired, while no sweep does (DEBUG SET-ACTIVE-EXPIRE).
+    /// Deletes a key that a command has found expired. CLIENT PAUSE keeps such keys.
     pub(super) async fn drop_expired(
         &self,
         worker: &Worker,
@@ -102,7 +102,9 @@ impl<N: Nic> Data<N> {
         key: &[u8],
         is_missing: bool,
     ) -> Result<(), kv::Error> {
-        if !is_missing || self.store.next_expiry().is_none_or(|next| next > worker.now_ms()) {
+        let now_ms = worker.now_ms();
+        let is_due = || self.store.next_expiry().is_some_and(|next| next <= now_ms);
+        if !is_missing || !is_due() || worker.server.pause.is_active(now_ms) {
             return Ok(());
         }
         let change = |expiry: Option<u64>| match expiry {
@@ -119,8 +121,11 @@ impl<N: Nic> Data<N> {
         Ok(())
     }
 
-    /// Deletes expired keys.
+    /// Deletes expired keys. CLIENT PAUSE keeps them.
     pub(super) async fn sweep(&self, worker: &Worker) -> Result<(), kv::Error> {
+        if worker.server.pause.is_active(worker.now_ms()) {
+            return Ok(());
+        }
         for _ in 0..SWEEPS {
             let server = &worker.server;
             let is_told = server.config.live.notify() != 0;
