@@ -134,6 +134,21 @@ fn expired_key_is_deleted_and_told() {
     assert_eq!(pair.ask_one(1, "DBSIZE"), b":0\r\n");
 }
 
+/// Redis deletes expired keys that KEYS, SCAN and RANDOMKEY meet.
+#[test]
+fn expired_key_is_not_counted_behind_a_scan() {
+    let mut pair = Pair::of_ours(Ours::start(None));
+    pair.connect("2");
+    for scan in ["KEYS *", "SCAN 0", "RANDOMKEY"] {
+        for key in 0..20 {
+            pair.ask_one(1, &format!("SET key:{key} v PX 1"));
+        }
+        std::thread::sleep(std::time::Duration::from_millis(2));
+        pair.ask_one(1, scan);
+        assert_eq!(pair.ask_one(1, "DBSIZE"), b":0\r\n", "{scan}");
+    }
+}
+
 #[test]
 fn paused_server_keeps_expired_keys_and_does_not_show_them() {
     let mut pair = Pair::of_ours(Ours::start(None));

@@ -19,7 +19,7 @@ use crate::keyspace::{DATABASES, Keyspace};
 /// command that [`runs_alone`].
 pub(super) async fn execute<N: Nic>(cx: &mut Context<'_, Data<N>>) {
     let goes_through = matches!(cx.command.id, Id::Keys | Id::Scan | Id::Randomkey);
-    if goes_through && !cx.server().expires_actively() {
+    if goes_through {
         // Redis deletes expired keys that such a command meets.
         if let Err(error) = cx.store.sweep(cx.worker).await {
             return cx.error(text_of(&error));
