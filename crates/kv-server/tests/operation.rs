@@ -51,6 +51,8 @@ fn parameters_are_read_and_changed() {
         "-ERR CONFIG SET failed (possibly related to argument 'maxmemory') - argument must be a \
          memory value"
     );
+    assert_eq!(client.ask("config get key-load-*"), "[]");
+    assert_eq!(client.ask("config get key-load-delay"), "[key-load-delay 0]");
     assert_eq!(
         client.ask("config set foo bar"),
         "-ERR Unknown option or number of arguments for CONFIG SET - 'foo'"

@@ -3,13 +3,18 @@
 use redis_formats::glob;
 
 use crate::config::Refused;
+use crate::config::table::HIDDEN;
 use crate::context::Context;
 use crate::keyspace::Keyspace;
 
 pub(super) fn get<K: Keyspace>(cx: &mut Context<'_, K>) {
     let args = cx.args;
-    let is_wanted =
-        |name: &[u8]| args.from(2).any(|pattern| glob::matches_in_any_case(pattern, name));
+    let is_pattern = |own: &[u8]| own.iter().any(|byte| b"*?[".contains(byte));
+    let is_wanted = |name: &[u8]| {
+        let is_hidden = HIDDEN.iter().any(|own| own.as_bytes() == name);
+        args.from(2)
+            .any(|own| glob::matches_in_any_case(own, name) && !(is_hidden && is_pattern(own)))
+    };
     let found = cx.server().config.select(is_wanted);
     let mut reply = cx.reply();
     reply.map(found.len());

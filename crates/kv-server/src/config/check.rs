@@ -90,12 +90,14 @@ fn checked(name: &str, words: &[&[u8]], old: &str) -> Result<String, String> {
             _ => Err("argument must be an octal mode from 0 to 777".to_owned()),
         },
         "maxmemory-clients" => match all[..] {
-            [text] if text.strip_suffix('%').is_some_and(|p| p.parse::<u8>().is_ok()) => {
-                Ok(text.to_owned())
-            }
+            [text] if text.ends_with('%') => match text.trim_end_matches('%').parse::<u64>() {
+                Ok(..=100) => Ok(text.to_owned()),
+                Ok(_) => Err("percentage argument must be less or equal to 100".to_owned()),
+                Err(_) => Err("argument must be a memory or percent value".to_owned()),
+            },
             [text] => parse_memory(text.as_bytes())
                 .map(|bytes| bytes.to_string())
-                .ok_or_else(|| "argument must be a memory value or a percentage".to_owned()),
+                .ok_or_else(|| "argument must be a memory or percent value".to_owned()),
             _ => Err("wrong number of arguments".to_owned()),
         },
         "tls-protocols" => {

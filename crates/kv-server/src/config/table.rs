@@ -78,6 +78,9 @@ pub(crate) const POLICIES: &[&str] = &[
 /// Where a command of tests is allowed.
 const WHERE: &[&str] = &["no", "yes", "local"];
 
+/// Parameters of tests, which a pattern of CONFIG GET does not select.
+pub(crate) const HIDDEN: [&str; 2] = ["key-load-delay", "rdb-key-save-delay"];
+
 /// All parameters that the server knows.
 #[rustfmt::skip]
 pub(crate) static PARAMETERS: &[Parameter] = &[
@@ -233,7 +236,7 @@ pub(crate) static PARAMETERS: &[Parameter] = &[
     row("propagation-error-behavior", Word(&["ignore", "panic", "panic-on-replicas"]), "ignore",
         Unused),
     // The process.
-    row("daemonize", Only("argument must be 'no': use a service manager"), "no", Unused),
+    row("daemonize", Only("argument must be 'no': use a service manager"), "no", Start),
     row("pidfile", Text, "", Unused),
     row("supervised", Text, "no", Unused),
     row("hz", Number(0, INT), "10", Unused),

@@ -58,7 +58,10 @@ fn impossible_values_are_refused_in_the_words_of_redis() {
         ("protected-mode", "maybe", "argument must be 'yes' or 'no'"),
         ("save", "1", "Invalid save parameters"),
         ("port", "1", "can't set immutable config"),
+        ("daemonize", "yes", "can't set immutable config"),
         ("dir", "/", "can't set protected config"),
+        ("maxmemory-clients", "101%", "percentage argument must be less or equal to 100"),
+        ("maxmemory-clients", "x%", "argument must be a memory or percent value"),
         (
             "client-output-buffer-limit",
             "x",
