@@ -401,7 +401,7 @@ fn is_secret(command: &Command, args: &Args<'_>, index: usize) -> bool {
             let is_auth = |at: usize| at > 0 && args.is(at, "auth");
             index >= 2 && (is_auth(index - 1) || is_auth(index - 2))
         }
-        Id::AclSetuser => index > 2,
+        Id::AclSetuser => index > 1,
         Id::ConfigSet => {
             let name = args.get(index.saturating_sub(1));
             let secrets = ["requirepass", "masterauth", "masteruser"];
