@@ -22,6 +22,8 @@ const SWEEP: usize = 256;
 const SWEEPS: usize = 64;
 /// Keys that are evicted for one command.
 const EVICTIONS: usize = 64;
+/// Interval of the compaction, if there is nothing to move.
+const COMPACTION: Duration = Duration::from_secs(1);
 /// A chunk is emptied if less than this part of it, in percent, is live.
 const SPARSE_PERCENT: u32 = 80;
 
@@ -144,31 +146,36 @@ impl<N: Nic> Data<N> {
     }
 
     /// Moves blocks together if chunks hold much more than the blocks need (`activedefrag`).
-    async fn compact(&self, server: &Server) -> Result<(), kv::Error> {
+    /// Returns the pause until the next call: while blocks move, the calls take at most
+    /// `active-defrag-cycle-max` percent of the time.
+    async fn compact(&self, worker: &Worker) -> Result<Duration, kv::Error> {
+        let server = &worker.server;
         if !server.config.is("activedefrag", "yes") {
-            return Ok(());
+            return Ok(COMPACTION);
         }
         let usage = self.store.blocks().usage();
         let unused = usage.held.saturating_sub(usage.live + usage.limbo);
         let percent = unused.saturating_mul(100) / usage.live.max(1);
         let is_worth = unused > server.config.number("active-defrag-ignore-bytes")
             && percent > server.config.number("active-defrag-threshold-lower");
-        if is_worth {
-            self.store.compact(SPARSE_PERCENT).await?;
+        let start = worker.elapsed_ns();
+        if !is_worth || self.store.compact(SPARSE_PERCENT).await? == 0 {
+            return Ok(COMPACTION);
         }
-        Ok(())
+        let took = Duration::from_nanos(worker.elapsed_ns() - start);
+        let most = server.config.number("active-defrag-cycle-max").clamp(1, 99) as u32;
+        Ok(took * (100 - most) / most)
     }
 
     /// Works until the server ends. Each thread calls this function; the first one does the work.
     pub(crate) async fn maintain(&self, worker: &Worker) {
-        let mut turns = 0_u64;
+        let mut compaction_ns = 0;
         while !worker.server.is_ending() {
             self.pause(worker).await;
             if worker.index != 0 || worker.server.is_loading() {
                 continue;
             }
-            turns += 1;
-            if let Err(error) = self.work(worker, turns).await {
+            if let Err(error) = self.work(worker, &mut compaction_ns).await {
                 tracing::warn!(%error, "work in the background failed");
             }
             self.save_if_due(worker).await;
@@ -190,7 +197,8 @@ impl<N: Nic> Data<N> {
         Ok(())
     }
 
-    async fn work(&self, worker: &Worker, turns: u64) -> Result<(), kv::Error> {
+    /// The work of one interval. `compaction_ns` is the time of the next compaction.
+    async fn work(&self, worker: &Worker, compaction_ns: &mut u64) -> Result<(), kv::Error> {
         self.forget_gone().await?;
         if worker.server.expires_actively() {
             self.sweep(worker).await?;
@@ -199,8 +207,9 @@ impl<N: Nic> Data<N> {
         if worker.server.config.live.max_memory() > 0 {
             self.make_room(worker).await;
         }
-        if turns.is_multiple_of(10) {
-            self.compact(&worker.server).await?;
+        if worker.elapsed_ns() >= *compaction_ns {
+            let pause = self.compact(worker).await?;
+            *compaction_ns = worker.elapsed_ns() + pause.as_nanos() as u64;
         }
         self.store.blocks().tend().await.map_err(kv::Error::from)
     }

@@ -36,7 +36,8 @@ const FEW: usize = 4;
 /// Lists in flight at once for one round trip.
 const LISTS: usize = 3;
 
-/// Sparse chunks that one compaction empties in each group.
+/// Sparse chunks that one compaction empties in each group, or a quarter of them if that is more:
+/// each compaction looks at all slots once.
 const SPARSE_CHUNKS: usize = 64;
 
 /// The memory of a pool, as a store uses it. Clones share the heap.
@@ -377,9 +378,10 @@ impl<N: Nic> Blocks for PoolMemory<N> {
         let groups = (0..self.shared.nodes.groups()).map(GroupId);
         for group in groups.filter(|group| !self.shared.nodes.node_of(*group).is_gone()) {
             let most = f64::from(share) / 100.0;
-            let sparse = heap.sparse(group, most, SPARSE_CHUNKS).unwrap_or_default();
+            let sparse = heap.sparse(group, most, usize::MAX).unwrap_or_default();
+            let taken = SPARSE_CHUNKS.max(sparse.len() / 4);
             // One sparse chunk of a group has no other to move its blocks to.
-            for chunk in sparse.iter().filter(|_| sparse.len() > 1) {
+            for chunk in sparse.iter().take(taken).filter(|_| sparse.len() > 1) {
                 if heap.evacuate(chunk.place).is_ok() {
                     leaving.insert(Place::of(chunk.place.raw()));
                 }

@@ -1,6 +1,8 @@
 //! Compaction: blocks of sparse chunks move, so that the chunks become empty.
 
+use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::Poll;
 
 use super::Store;
 use super::image::slots_of;
@@ -17,11 +19,28 @@ use crate::search::Buckets;
 use crate::table::{Entry, Table};
 use crate::ticket::{Hold, Name};
 
+/// Blocks that move before other tasks run.
+const MOVES: usize = 16;
+
+/// Lets the other tasks of the thread run.
+async fn give_way() {
+    let mut has_waited = false;
+    poll_fn(|cx| {
+        if std::mem::replace(&mut has_waited, true) {
+            return Poll::Ready(());
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
 impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     /// Moves the blocks out of the chunks whose live share is below `share` percent. Returns the
     /// number of blocks moved.
     ///
     /// Values in pieces, subtables and directories stay: their chunks take blocks again afterwards.
+    /// Other tasks of the thread run between subtables, and after some blocks.
     pub async fn compact(&self, share: u32) -> Result<usize, Error> {
         self.check()?;
         if self.blocks.evacuate(share) == 0 {
@@ -39,9 +58,13 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let mut moved = 0;
         for database in &self.databases {
             for table in database.tables() {
-                for (word, tag) in self.leaving(&table).await? {
+                for (at, (word, tag)) in self.leaving(&table).await?.into_iter().enumerate() {
                     moved += usize::from(self.move_block(&table, word, tag).await?);
+                    if at % MOVES == MOVES - 1 {
+                        give_way().await;
+                    }
                 }
+                give_way().await;
             }
         }
         Ok(moved)
