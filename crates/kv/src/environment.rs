@@ -5,6 +5,11 @@ pub trait Environment {
     /// Milliseconds since 1970.
     fn now(&self) -> u64;
 
+    /// Like [`Environment::now`], but may be some milliseconds late: for ages, not for expiry.
+    fn coarse(&self) -> u64 {
+        self.now()
+    }
+
     /// A random number, for choices. The number need not be secret.
     fn random(&self) -> u64;
 
@@ -22,6 +27,12 @@ impl Environment for System {
     fn now(&self) -> u64 {
         let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         since.map_or(0, |since| since.as_millis() as u64)
+    }
+
+    fn coarse(&self) -> u64 {
+        let time = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
+        let ms = time.tv_sec.saturating_mul(1000).saturating_add(time.tv_nsec / 1_000_000);
+        ms.max(0) as u64
     }
 
     fn random(&self) -> u64 {

@@ -79,10 +79,10 @@ impl Tickets {
     /// Takes the ticket of one key.
     pub fn one(&self, name: Name, hold: Hold) -> Ticket<'_> {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
-        append(&mut self.shards[name.shard()].lock(), name, id, hold);
+        let is_valid = append(&mut self.shards[name.shard()].lock(), name, id, hold);
         let mut names = SmallVec::new();
         names.push(name);
-        Ticket { tickets: self, id, names }
+        Ticket { tickets: self, id, names, is_valid }
     }
 
     /// Takes tickets of all `names` at once.
@@ -97,15 +97,15 @@ impl Tickets {
             }
         }
         let id = self.next.fetch_add(1, Ordering::Relaxed);
-        let mut at = 0;
+        let (mut at, mut is_valid) = (0, true);
         for name in &names {
             while locked[at].0 != name.shard() {
                 at += 1;
             }
-            append(&mut locked[at].1, *name, id, hold);
+            is_valid &= append(&mut locked[at].1, *name, id, hold);
         }
         drop(locked);
-        Ticket { tickets: self, id, names }
+        Ticket { tickets: self, id, names, is_valid }
     }
 
     fn is_valid(&self, name: Name, id: u64, cx: &Context<'_>) -> bool {
@@ -145,8 +145,11 @@ impl Tickets {
     }
 }
 
-fn append(shard: &mut Shard, name: Name, id: u64, hold: Hold) {
-    shard.entry(name.0).or_default().push(Entry { id, hold, waker: None });
+/// Appends a ticket to the queue of `name`. Returns whether the ticket is valid at once.
+fn append(shard: &mut Shard, name: Name, id: u64, hold: Hold) -> bool {
+    let queue = shard.entry(name.0).or_default();
+    queue.push(Entry { id, hold, waker: None });
+    valid(queue, queue.len() - 1)
 }
 
 fn valid(queue: &Queue, at: usize) -> bool {
@@ -158,11 +161,21 @@ pub(crate) struct Ticket<'a> {
     tickets: &'a Tickets,
     id: u64,
     names: SmallVec<[Name; 1]>,
+    /// True if all tickets were valid when they were taken. A valid ticket stays valid.
+    is_valid: bool,
 }
 
 impl Ticket<'_> {
+    /// True if all tickets were valid when they were taken.
+    pub fn was_valid(&self) -> bool {
+        self.is_valid
+    }
+
     /// Waits until all tickets are valid.
     pub async fn valid(&self) {
+        if self.is_valid {
+            return;
+        }
         let mut at = 0;
         poll_fn(|cx| {
             while at < self.names.len() {

@@ -277,8 +277,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             // The subtable covers the key, and no split or merge runs inside the gate.
             return Err(self.foreign_prefix(table));
         };
-        let now = self.environment.now();
-        let alive = hit.as_ref().filter(|hit| !hit.is_expired(now));
+        let alive = hit.as_ref().filter(|hit| self.is_alive(hit));
         let mut value = self.buffers.take();
         if let (Some(hit), Want::Value) = (alive, want) {
             self.load(trip, hit.word.place, &hit.whole(&buffer)?, &mut value).await?;

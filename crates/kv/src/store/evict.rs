@@ -74,7 +74,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
 
     /// Notes a use of the key in `slot`.
     pub(super) fn used(&self, table: &Table, slot: usize, is_new: bool) {
-        let (measure, now) = (self.measured(), self.environment.now());
+        let (measure, now) = (self.measured(), self.environment.coarse());
         let random = if measure == Measure::Frequency { self.environment.random() } else { 0 };
         table.local.lock().uses.used(slot, is_new, measure, now, random);
     }

@@ -69,6 +69,11 @@ pub(super) struct Candidate {
 }
 
 impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
+    /// Returns whether the key has not expired. The clock is read only for a key with an expiry.
+    pub(super) fn is_alive(&self, hit: &Hit) -> bool {
+        hit.expiry == 0 || !hit.is_expired(self.environment.now())
+    }
+
     /// Looks for `key` in `table`. `along` is a WRITE that is posted with the first round trip.
     /// `None`: the subtable has other keys now, because a split or a merge has run.
     pub(super) async fn look(

@@ -197,8 +197,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             };
             match seen {
                 Some(Seen { hit, .. }) => {
-                    let now = self.environment.now();
-                    let alive = hit.filter(|hit| !hit.is_expired(now));
+                    let alive = hit.filter(|hit| self.is_alive(hit));
                     return Ok(alive.map(|hit| (table, hit)));
                 }
                 // The directory changes before the subtable does, so another subtable has the key
