@@ -2,12 +2,14 @@
 
 use std::future::poll_fn;
 use std::io::{self, ErrorKind};
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::Poll;
 
-use redis_formats::request::{Limits, Parser};
+use redis_formats::request::{self, Limits, Parser};
+use smallvec::SmallVec;
 
 use crate::channels::To;
 use crate::client::{Client, flag};
@@ -123,6 +125,7 @@ impl<K: Keyspace> Connection<K> {
         self.store.unwatch(&mut self.watches);
         self.worker.give_buffer(std::mem::take(&mut self.input));
         self.worker.give_buffer(std::mem::take(&mut self.out));
+        self.worker.give_buffer(self.session.ahead.take_bytes());
     }
 
     fn limits(&self) -> Limits {
@@ -144,6 +147,7 @@ impl<K: Keyspace> Connection<K> {
             match parsed {
                 Ok(Some(used)) => {
                     self.client().note_input(self.input.len() - self.begin);
+                    self.read_ahead().await;
                     self.execute().await;
                     self.begin += used;
                     self.large.clear();
@@ -168,6 +172,33 @@ impl<K: Keyspace> Connection<K> {
                 self.worker.yield_now().await;
             }
         }
+    }
+
+    /// Reads the values of the next requests together, if these are GETs.
+    async fn read_ahead(&mut self) {
+        self.session.ahead.begin_next();
+        let session = &self.session;
+        let is_plain = session.queue.is_none() && session.login.is_unrestricted;
+        if !session.ahead.is_empty() || !is_plain || self.worker.server.is_loading() {
+            return;
+        }
+        let (mut keys, mut at) = (SmallVec::<[Range<usize>; kv::AHEAD_MAX]>::new(), self.begin);
+        while keys.len() < kv::AHEAD_MAX
+            && let Some((key, len)) = request::single(&self.input[at..], b"GET")
+        {
+            keys.push(at + key.start..at + key.end);
+            at += len;
+        }
+        if keys.len() < 2 {
+            return;
+        }
+        self.worker.give_buffer(self.session.ahead.take_bytes());
+        self.session.ahead.set_bytes(self.worker.take_buffer());
+        let keys = keys.iter().map(|key| &self.input[key.clone()]);
+        let (worker, store, db) = (&self.worker, &self.store, self.session.db);
+        // On the heap, since an idle connection should need little memory.
+        Box::pin(store.read_ahead(worker, db, keys, &mut self.session.ahead)).await;
+        self.session.ahead.begin_next();
     }
 
     /// Executes the request that the parser has returned.
@@ -291,6 +322,7 @@ impl<K: Keyspace> Connection<K> {
             self.worker.give_buffer(std::mem::take(&mut self.input));
         }
         self.worker.give_buffer(std::mem::take(&mut self.out));
+        self.worker.give_buffer(self.session.ahead.take_bytes());
     }
 
     async fn wait(&self) {

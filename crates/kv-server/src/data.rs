@@ -31,9 +31,9 @@ mod whole;
 
 use std::time::Duration;
 
-use kv::Settings;
 use kv::environment::System;
 use kv::pooled::PoolMemory;
+use kv::{Ahead, Settings};
 use pool::{DefaultNic, Pool};
 use redis_formats::command::Command;
 use verbs::Nic;
@@ -103,6 +103,17 @@ impl<N: Nic> Keyspace for Data<N> {
 
     async fn execute_queue(context: &mut Context<'_, Self>, queue: &Queue) {
         exec::execute_queue(context, queue).await;
+    }
+
+    async fn read_ahead<'k>(
+        &self,
+        worker: &Worker,
+        db: u8,
+        keys: impl Iterator<Item = &'k [u8]>,
+        ahead: &mut Ahead,
+    ) {
+        let _shared = self.state.barrier.enter(worker.index).await;
+        self.store.read_ahead(self.state.physical(db), keys, ahead).await;
     }
 
     fn unwatch(&self, watches: &mut Vec<Watched>) {

@@ -3,6 +3,7 @@
 use std::future::Future;
 use std::time::Duration;
 
+use kv::Ahead;
 use redis_formats::command::Command;
 
 use crate::context::Context;
@@ -68,6 +69,20 @@ pub trait Keyspace: Send + Sync + Sized + 'static {
     /// Executes the commands of EXEC, and writes its reply: an array, or the null array if a
     /// watched key has changed.
     fn execute_queue(context: &mut Context<'_, Self>, queue: &Queue) -> impl Future<Output = ()>;
+
+    /// Reads the values of keys that a connection's next requests read, if that is faster than one
+    /// after the other. The requests take the values from [`Session::ahead`].
+    ///
+    /// [`Session::ahead`]: crate::session::Session
+    fn read_ahead<'k>(
+        &self,
+        _worker: &Worker,
+        _db: u8,
+        _keys: impl Iterator<Item = &'k [u8]>,
+        _ahead: &mut Ahead,
+    ) -> impl Future<Output = ()> {
+        std::future::ready(())
+    }
 
     /// Ends all watches of a connection. DISCARD, RESET and the end of the connection call this.
     fn unwatch(&self, watches: &mut Self::Watches);

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
+use kv::Ahead;
 use redis_formats::command::{Arguments, Command};
 use redis_formats::reply::Protocol;
 
@@ -117,6 +118,8 @@ pub struct Session {
     pub in_exec: bool,
     /// The reply of the present command, if EXEC has executed the command already.
     pub(crate) prepared: Option<Vec<u8>>,
+    /// Values that the next requests read.
+    pub(crate) ahead: Ahead,
 }
 
 impl Session {
@@ -132,6 +135,7 @@ impl Session {
             is_closing: false,
             in_exec: false,
             prepared: None,
+            ahead: Ahead::default(),
         }
     }
 

@@ -48,6 +48,50 @@ fn keys_and_transactions_are_those_of_redis() {
     compare(include_str!("redis/keys.txt"));
 }
 
+/// Values are read ahead of their requests, between which others change them.
+#[test]
+fn pipelines_are_those_of_redis() {
+    let Some(mut pair) = Pair::start() else { return };
+    let mut state = 7_u64;
+    let mut random = |limit: u64| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (state >> 33) % limit
+    };
+    for (protocol, cache) in [("2", "0"), ("3", "16mb"), ("2", "0")] {
+        pair.connect(protocol);
+        assert_eq!(pair.ask_one(1, &format!("CONFIG SET cache {cache}")), b"+OK\r\n");
+        for _ in 0..300 {
+            let lines: Vec<String> = (0..1 + random(90))
+                .map(|number| {
+                    let key = random(12);
+                    match random(60) {
+                        0..=5 => {
+                            format!("SET k{key} {number}{}", "x".repeat(random(6000) as usize))
+                        }
+                        6 => format!("DEL k{key}"),
+                        7 => format!("APPEND k{key} more"),
+                        8 => format!("PEXPIRE k{key} 0"),
+                        9 => format!("SELECT {}", random(2)),
+                        10 => "MULTI".to_owned(),
+                        11..=13 => "EXEC".to_owned(),
+                        14 => format!("GET k{key} k1"),
+                        15 => format!("MSET k{key} 1 k{} 2", random(12)),
+                        16 => format!("STRLEN k{key}"),
+                        17 => format!("GETDEL k{key}"),
+                        18 => "SWAPDB 0 1".to_owned(),
+                        19..=30 => format!("get k{key}"),
+                        _ => format!("GET k{key}"),
+                    }
+                })
+                .collect();
+            let [theirs, ours] = pair.ask_all(&lines);
+            assert!(theirs == ours, "replies differ to\n{}", lines.join("\n"));
+        }
+        // The transaction that may be open.
+        drop(pair.ask("DISCARD"));
+    }
+}
+
 #[test]
 fn events_of_keys_are_those_of_redis() {
     let Some(mut pair) = Pair::start() else { return };

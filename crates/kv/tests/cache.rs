@@ -8,7 +8,7 @@ use std::sync::Arc;
 use common::spread::{Spread, SpreadStore, world};
 use common::{BEGIN, CACHE_BYTES, block_on, mirror_bytes, settings};
 use kv::memory::{Client, Hand, Memory};
-use kv::{Candidates, Eviction, Expiry, Form, SetOptions, Settings, Store, Update, Wanted};
+use kv::{Ahead, Candidates, Eviction, Expiry, Form, SetOptions, Settings, Store, Update, Wanted};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -165,6 +165,14 @@ impl Check {
                 let values = block_on(self.store.get_many(0, &names)).expect("a read");
                 for (key, value) in keys.iter().zip(values) {
                     assert_eq!(value.as_deref(), self.expected(*key));
+                }
+                let mut ahead = Ahead::default();
+                block_on(self.store.read_ahead(0, names.iter().copied(), &mut ahead));
+                for key in keys {
+                    ahead.begin_next();
+                    if let Some(value) = ahead.value() {
+                        assert_eq!(value.map(|(value, _)| value), self.expected(key));
+                    }
                 }
             }
             Op::Delete(key) => {

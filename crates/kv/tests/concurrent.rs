@@ -11,7 +11,7 @@ use std::sync::Arc;
 use common::{TestStore, World, block_on, cases, seeds};
 use kv::check::linear::{Did, History};
 use kv::memory::{Arena, Client, Hand, Seeded, run};
-use kv::{Condition, Cursor, Error, Expiry, SetOptions, Settings, Store, Update, Wanted};
+use kv::{Ahead, Condition, Cursor, Error, Expiry, SetOptions, Settings, Store, Update, Wanted};
 
 type Task<'a> = Pin<Box<dyn Future<Output = ()> + 'a>>;
 
@@ -35,6 +35,19 @@ fn decode(bytes: &[u8]) -> u64 {
     number
 }
 
+/// Reads a value, ahead if `number` is odd.
+async fn read(store: &TestStore, key: &[u8], number: u64) -> Option<Vec<u8>> {
+    let mut ahead = Ahead::default();
+    if number % 2 == 1 {
+        store.read_ahead(0, std::iter::once(key), &mut ahead).await;
+        ahead.begin_next();
+    }
+    match ahead.value() {
+        Some(value) => value.map(|(value, _)| value.to_vec()),
+        None => store.get(0, key).await.expect("a read"),
+    }
+}
+
 /// Random operations of one task. `serial` makes each written value unique.
 async fn operate(store: &TestStore, history: &History, seed: u64, task: u64, keys: u64) {
     let mut random = Seeded::new(seed ^ task << 32);
@@ -44,7 +57,7 @@ async fn operate(store: &TestStore, history: &History, seed: u64, task: u64, key
         let begin = history.tick();
         match random.below(10) {
             0..=2 => {
-                let value = store.get(0, &name(key)).await.expect("a read");
+                let value = read(store, &name(key), number).await;
                 history.add(key, begin, Did::Get(value.map(|value| decode(&value))));
             }
             3..=5 => {
@@ -138,6 +151,7 @@ fn operations_are_linearizable_per_key() {
 /// A task writes one number to two keys; another reads both in one call.
 #[test]
 fn calls_of_several_keys_are_atomic() {
+    let read_ahead = std::cell::Cell::new(0);
     for seed in 0..seeds() {
         let cases = cases(1);
         let (_, settings) = cases[seed as usize % cases.len()].clone();
@@ -160,6 +174,16 @@ fn calls_of_several_keys_are_atomic() {
             for _ in 0..8 {
                 let values = store.get_many(0, &[&one, &two]).await.expect("a read");
                 assert_eq!(values[0], values[1], "seed {seed}");
+                let mut ahead = Ahead::default();
+                store.read_ahead(0, [&one[..], &two].into_iter(), &mut ahead).await;
+                let [one, two] = [0, 1].map(|_| {
+                    ahead.begin_next();
+                    ahead.value().map(|value| value.map(|(value, _)| value.to_vec()))
+                });
+                if one.is_some() && two.is_some() {
+                    assert_eq!(one, two, "read ahead, seed {seed}");
+                    read_ahead.set(read_ahead.get() + 1);
+                }
             }
         };
         let tasks: Vec<Task<'_>> = vec![
@@ -171,6 +195,7 @@ fn calls_of_several_keys_are_atomic() {
         ];
         run(seed, tasks);
     }
+    assert!(read_ahead.get() > seeds() / 10, "{} pairs were read ahead", read_ahead.get());
 }
 
 /// The compute node crashes at a random verb, with several calls open; the successor's content must

@@ -26,6 +26,8 @@
 #[cfg(test)]
 mod tests;
 
+use std::ops::Range;
+
 use memchr::memchr;
 
 use crate::command::Arguments;
@@ -106,6 +108,29 @@ impl ProtocolError {
         }
         crate::command::sanitize(&mut out[begin..]);
     }
+}
+
+/// The only argument of a complete request `name ARGUMENT` at the begin of `input`, and the length
+/// of the request. `None` for any other request, which the parser must look at.
+///
+/// A client that sends requests ahead of the replies often sends many of one kind.
+pub fn single(input: &[u8], name: &[u8]) -> Option<(Range<usize>, usize)> {
+    let (given, end) = bulk(input, input.starts_with(b"*2\r\n").then_some(4)?)?;
+    if !input[given].eq_ignore_ascii_case(name) {
+        return None;
+    }
+    bulk(input, end)
+}
+
+/// The content of the bulk string at `start`, and the offset behind its line end.
+fn bulk(input: &[u8], start: usize) -> Option<(Range<usize>, usize)> {
+    let digits = input.get(start..)?.strip_prefix(b"$")?;
+    // More digits are left to the parser.
+    let count = memchr(b'\r', &digits[..digits.len().min(6)])?;
+    let len = usize::try_from(parse_i64(&digits[..count])?).ok()?;
+    let begin = start + 1 + count + 2;
+    let end = begin + len + 2;
+    (end <= input.len()).then_some((begin..begin + len, end))
 }
 
 /// Capacity of the vector of ranges that a larger request does not leave behind.

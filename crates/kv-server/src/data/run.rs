@@ -192,9 +192,13 @@ async fn run_one<N: Nic>(
         data.set_worth(db, key, effects).await?;
         data.drop_expired(cx.worker, db, key, is_missing).await
     } else if plan.needs_value {
-        match data.store.get_pinned(db, key).await? {
-            Some(value) => execute(Some(&value), value.expiry()),
-            None => execute(None, 0),
+        match cx.session.ahead.value() {
+            Some(Some((value, expiry))) => execute(Some(value), expiry),
+            Some(None) => execute(None, 0),
+            None => match data.store.get_pinned(db, key).await? {
+                Some(value) => execute(Some(&value), value.expiry()),
+                None => execute(None, 0),
+            },
         };
         data.drop_expired(cx.worker, db, key, effects.misses > 0).await
     } else {

@@ -111,6 +111,18 @@ impl Drop for Ours {
     }
 }
 
+/// The request of a line.
+fn request(line: &str) -> Vec<u8> {
+    let words = words::split(line.as_bytes()).unwrap();
+    let mut request = format!("*{}\r\n", words.len()).into_bytes();
+    for word in &words {
+        request.extend(format!("${}\r\n", word.len()).bytes());
+        request.extend_from_slice(word);
+        request.extend(b"\r\n");
+    }
+    request
+}
+
 /// A connection.
 pub struct Client(BufReader<TcpStream>);
 
@@ -122,18 +134,20 @@ impl Client {
     }
 
     pub fn ask(&mut self, line: &str) -> Vec<u8> {
-        let words = words::split(line.as_bytes()).unwrap();
-        let mut request = format!("*{}\r\n", words.len()).into_bytes();
-        for word in &words {
-            request.extend(format!("${}\r\n", word.len()).bytes());
-            request.extend_from_slice(word);
-            request.extend(b"\r\n");
-        }
-        self.0.get_mut().write_all(&request).unwrap();
+        self.0.get_mut().write_all(&request(line)).unwrap();
         let mut reply = Vec::new();
         self.read(&mut reply);
         // While a file is loaded, commands are refused.
         if reply.starts_with(b"-LOADING") { self.ask(line) } else { reply }
+    }
+
+    /// Sends all requests before the first reply is read. Returns the replies.
+    fn ask_all(&mut self, lines: &[String]) -> Vec<u8> {
+        let requests: Vec<u8> = lines.iter().flat_map(|line| request(line)).collect();
+        self.0.get_mut().write_all(&requests).unwrap();
+        let mut replies = Vec::new();
+        lines.iter().for_each(|_| self.read(&mut replies));
+        replies
     }
 
     fn read(&mut self, reply: &mut Vec<u8>) {
@@ -210,6 +224,11 @@ impl Pair {
             true => Vec::new(),
             false => self.ask_one(which, line),
         })
+    }
+
+    /// Sends commands to both servers, each time in one pipeline.
+    pub fn ask_all(&mut self, lines: &[String]) -> [Vec<u8>; 2] {
+        [0, 1].map(|which| self.clients[0][which].as_mut().unwrap().ask_all(lines))
     }
 
     /// Sends a command to one server.

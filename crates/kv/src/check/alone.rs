@@ -11,7 +11,7 @@ use super::linear::{Did, History};
 use super::values::{decode, encode, name, seen};
 use crate::memory::{Arena, Client, Hand, Memory, Seeded, run as run_tasks};
 use crate::store::trips::Operation;
-use crate::{Condition, Cursor, Error, Expiry, Form, SetOptions, Settings, Store, Update};
+use crate::{Ahead, Condition, Cursor, Error, Expiry, Form, SetOptions, Settings, Store, Update};
 
 type Owner = Store<Arc<Client>, Arena, Arc<Hand>>;
 type Task<'a> = Pin<Box<dyn Future<Output = ()> + 'a>>;
@@ -121,7 +121,7 @@ impl World {
             let (bytes, value) = (name(key), encode(number));
             let (did, open) = match random.below(10) {
                 0..=2 => {
-                    let read = store.get(0, &bytes).await;
+                    let read = self.read(store, &bytes, number).await;
                     let read = read.map(|value| {
                         seen(value).unwrap_or_else(|wrong| {
                             self.fail(format!("key {key}: {wrong}"));
@@ -168,6 +168,19 @@ impl World {
                     }
                 }
             }
+        }
+    }
+
+    /// Reads a value, ahead if `number` is odd.
+    async fn read(&self, store: &Owner, key: &[u8], number: u64) -> Result<Option<Vec<u8>>, Error> {
+        let mut ahead = Ahead::default();
+        if number % 2 == 1 {
+            store.read_ahead(0, [key; 2].into_iter(), &mut ahead).await;
+            ahead.begin_next();
+        }
+        match ahead.value() {
+            Some(value) => Ok(value.map(|(value, _)| value.to_vec())),
+            None => store.get(0, key).await,
         }
     }
 

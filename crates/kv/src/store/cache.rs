@@ -176,6 +176,17 @@ impl Cache {
         self.shard(place).lock().read(place.bits())
     }
 
+    /// True if the cache does not have the block at `place`. Counts a miss then.
+    pub fn lacks(&self, place: Place) -> bool {
+        if self.limit.load(Ordering::Relaxed) == 0 {
+            return true;
+        }
+        let mut shard = self.shard(place).lock();
+        let lacks = !shard.of.contains_key(&place.bits());
+        shard.misses += u64::from(lacks);
+        lacks
+    }
+
     /// Caches `block`, which lies at `place`. `standing`: that of the block that it replaces.
     pub fn keep(&self, place: Place, block: Arc<[u8]>, standing: Option<Standing>) {
         let mut shard = self.shard(place).lock();

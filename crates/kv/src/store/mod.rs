@@ -1,6 +1,7 @@
 //! A store that one compute node owns (mode `alone`).
 
 mod access;
+mod ahead;
 mod atomically;
 mod blocking;
 mod cache;
@@ -34,6 +35,7 @@ mod whole;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
+pub use ahead::{AHEAD_MAX, Ahead};
 pub use atomically::{Transaction, Wanted};
 pub use cache::CacheStats;
 pub use change::{Condition, Expiry, Outcome, SetOptions, Update};

@@ -1,5 +1,6 @@
 use proptest::collection::vec;
 use proptest::num::u8::ANY;
+use proptest::{prop_assert_eq, proptest};
 
 use super::*;
 
@@ -172,5 +173,58 @@ proptest::proptest! {
         let mut bytes = Vec::new();
         commands.iter().for_each(|command| encode(command, &mut bytes));
         assert_eq!(parse(&bytes, part), (commands, None));
+    }
+}
+
+/// `single` is right about every begin of a pipeline, or leaves it to the parser.
+#[test]
+fn single_argument_is_that_of_the_parser() {
+    let get = |key: &[u8]| {
+        [b"*2\r\n$3\r\ngEt\r\n$", key.len().to_string().as_bytes(), b"\r\n", key, b"\r\n"].concat()
+    };
+    for key in [&b""[..], b"a", b"\r\n*2\r\n", &[b'k'; 1000]] {
+        let pipeline = [get(key), get(b"next")].concat();
+        let (range, len) = single(&pipeline, b"GET").expect("a request");
+        assert_eq!((&pipeline[range], len), (key, get(key).len()));
+        for end in 0..len {
+            assert_eq!(single(&pipeline[..end], b"GET"), None, "{end} of {len} bytes");
+        }
+        assert_eq!(single(&pipeline, b"SET"), None);
+    }
+    for other in [
+        &b"*1\r\n$3\r\nGET\r\n"[..],
+        b"*3\r\n$3\r\nGET\r\n$1\r\na\r\n$1\r\nb\r\n",
+        b"get a\r\n",
+        b"*2\r\n$3\r\nGET\r\n$-1\r\n\r\n",
+        b"*2\r\n$3\r\nGET\r\n$+1\r\na\r\n",
+        b"*2\r\n$3\r\nGET\r\n$01\r\na\r\n",
+        b"*2\r\n$3\r\nGET\r\n$9999999\r\na\r\n",
+        b"*2\r\n$3\r\nGET\r\n:1\r\na\r\n",
+    ] {
+        assert_eq!(single(other, b"GET"), None, "{}", String::from_utf8_lossy(other));
+    }
+}
+
+proptest! {
+    #[test]
+    fn single_never_differs_from_the_parser(
+        key in vec(ANY, 0..40),
+        more in vec(ANY, 0..20),
+        changed in vec((0..60_usize, ANY), 0..3),
+    ) {
+        let len = key.len().to_string();
+        let request = [b"*2\r\n$3\r\nGET\r\n$", len.as_bytes(), b"\r\n", &key, b"\r\n", &more];
+        let mut bytes = request.concat();
+        for (at, byte) in changed {
+            if let Some(old) = bytes.get_mut(at) {
+                *old = byte;
+            }
+        }
+        if let Some((range, len)) = single(&bytes, b"GET") {
+            let mut parser = Parser::default();
+            let mut parsed = bytes.clone();
+            prop_assert_eq!(parser.parse(&mut parsed, &Limits::default(), true), Ok(Some(len)));
+            prop_assert_eq!(parser.arguments(&parsed).get(1), Some(&bytes[range]));
+        }
     }
 }
