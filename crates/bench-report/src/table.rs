@@ -265,12 +265,13 @@ fn project(setting: &Setting, keys: &[&str]) -> Setting {
     })
 }
 
+/// Keys of the setting whose values are bytes.
+const KEYS_OF_BYTES: [&str; 4] = ["size", "memory", "local", "cache"];
+
 fn key_cell(key: &str, value: Option<&SettingValue>) -> Cell {
     match value {
         None => Cell::None,
-        Some(SettingValue::Count(bytes)) if ["size", "memory", "local"].contains(&key) => {
-            Cell::size(*bytes)
-        }
+        Some(SettingValue::Count(bytes)) if KEYS_OF_BYTES.contains(&key) => Cell::size(*bytes),
         Some(SettingValue::Count(n)) => Cell::count(*n),
         Some(SettingValue::Number(x)) => Cell::number(*x),
         Some(other) => Cell::text(other.to_string()),

@@ -20,6 +20,7 @@
 //! | `rate_per_s` | operations per second |
 //! | `round_trips` | waits for remote memory, per operation |
 //! | `miss_ratio` | reads and deletions of a key that was not there, over all reads and deletions |
+//! | `cache_hit_ratio` | values read from the value cache, over all values read |
 //! | `held_bytes` | bytes of the chunks held after the workload |
 //! | `held_over_payload_ratio` | `held_bytes` over the bytes of all keys and values |
 //! | `returned_ratio` | after `deleterandom`: chunks given back, over the chunks held before |
@@ -105,6 +106,15 @@ pub struct Memory {
     pub payload: u64,
 }
 
+/// Reads of values of a store with a value cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheReads {
+    /// Values that the cache had.
+    pub hits: u64,
+    /// Values that were read in remote memory.
+    pub misses: u64,
+}
+
 /// Results of one or more rounds of a workload.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
@@ -117,6 +127,8 @@ pub struct Outcome {
     pub elapsed: Duration,
     /// Waits for remote memory. `None` of a server.
     pub round_trips: Option<u64>,
+    /// Reads of values. `None` without a value cache.
+    pub cache: Option<CacheReads>,
     /// Memory of the last round. `None` of a server.
     pub memory: Option<Memory>,
 }
@@ -150,6 +162,11 @@ impl Outcome {
         self.elapsed = elapsed;
         let trips = self.round_trips.unwrap_or_default();
         self.round_trips = other.round_trips.map(|others| trips + others);
+        let reads = self.cache.unwrap_or_default();
+        self.cache = other.cache.map(|others| CacheReads {
+            hits: reads.hits + others.hits,
+            misses: reads.misses + others.misses,
+        });
         self.memory = other.memory;
     }
 
@@ -189,6 +206,10 @@ impl Outcome {
             let misses = self.misses as f64 / looked as f64;
             records.push(metric("miss_ratio", Unit::Ratio).mean(misses));
         }
+        if let Some(CacheReads { hits, misses }) = self.cache.filter(|r| r.hits + r.misses > 0) {
+            let hits = hits as f64 / (hits + misses) as f64;
+            records.push(metric("cache_hit_ratio", Unit::Ratio).mean(hits));
+        }
         if let Some(memory) = &self.memory {
             let held = memory.held_after as f64;
             records.push(metric("held_bytes", Unit::Bytes).mean(held));
@@ -210,8 +231,18 @@ pub fn payload_bytes(keys: u64, value_bytes: usize) -> u64 {
 }
 
 /// Keys of the setting that make the rows of tables.
-const ROWS: [&str; 9] =
-    ["workload", "scheme", "nic", "form", "index", "threads", "clients", "size", "in_flight"];
+const ROWS: [&str; 10] = [
+    "workload",
+    "scheme",
+    "nic",
+    "form",
+    "index",
+    "cache",
+    "threads",
+    "clients",
+    "size",
+    "in_flight",
+];
 
 /// The tables of a run: all requests, requests by kind of the mixes, memory.
 pub fn tables(records: &[Record]) -> Vec<(String, Table)> {
@@ -221,7 +252,8 @@ pub fn tables(records: &[Record]) -> Vec<(String, Table)> {
         .column("latency_us", Statistic::P99)
         .column("latency_us", Statistic::P999)
         .column("round_trips", Statistic::Mean)
-        .column("miss_ratio", Statistic::Mean);
+        .column("miss_ratio", Statistic::Mean)
+        .column("cache_hit_ratio", Statistic::Mean);
     let mut kinds = Pivot::rows(ROWS);
     for kind in Kind::ALL {
         let metric = format!("{}_latency_us", kind.name());
@@ -250,7 +282,7 @@ pub fn pictures(records: &[Record], directory: &Path) -> Result<Vec<PathBuf>, Er
             r.setting.get("workload").is_some_and(|name| name.to_string() == workload.name())
         };
         let records: Vec<Record> = records.iter().filter(of).cloned().collect();
-        let named = ["scheme", "nic", "form", "index", "threads", "clients", "in_flight"];
+        let named = ["scheme", "nic", "form", "index", "cache", "threads", "clients", "in_flight"];
         let series = series(&records, "rate_per_s", Statistic::Mean, "size", &named, |_| true);
         if series.iter().all(|(_, points)| points.len() < 2) {
             continue;
@@ -314,6 +346,7 @@ mod tests {
             outcome.record(Kind::Update, Duration::from_micros(2 * us));
         }
         outcome.round_trips = Some(3000);
+        outcome.cache = Some(CacheReads { hits: 600, misses: 200 });
         outcome.memory = Some(Memory { held_before: 100, held_after: 30, payload: 20 });
         outcome
     }
@@ -330,6 +363,8 @@ mod tests {
         };
         assert_eq!(value("rate_per_s", Statistic::Mean), 2000.0);
         assert_eq!(value("round_trips", Statistic::Mean), 1.5);
+        assert_eq!(merged.cache, Some(CacheReads { hits: 1200, misses: 400 }));
+        assert_eq!(value("cache_hit_ratio", Statistic::Mean), 0.75);
         assert_eq!(value("held_over_payload_ratio", Statistic::Mean), 1.5);
         assert!((value("returned_ratio", Statistic::Mean) - 0.7).abs() < 1e-9);
         assert!((value("read_latency_us", Statistic::P999) - 5.0).abs() < 0.1);

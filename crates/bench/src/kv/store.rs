@@ -14,7 +14,7 @@ use pool::{Options, Pool, Scheme, Settings};
 use verbs::executor::block_on;
 
 use super::workload::{Kind, Lane, Plan, key_bytes};
-use super::{Memory, Outcome, Target, payload_bytes};
+use super::{CacheReads, Memory, Outcome, Target, payload_bytes};
 use crate::Error;
 
 /// Bytes of a chunk.
@@ -38,6 +38,8 @@ pub struct Shape {
     pub form: Form,
     /// True: the process keeps a copy of the index.
     pub mirror: bool,
+    /// Bytes of the value cache; 0: none. Only a store with a copy of the index has one.
+    pub cache_bytes: u64,
 }
 
 impl Shape {
@@ -89,6 +91,7 @@ impl StoreTarget {
         let settings = ::kv::Settings {
             form: shape.form,
             mirror: shape.mirror,
+            cache_bytes: shape.cache_bytes,
             stripe_bits: groups(threads).ilog2() as u8,
             ..::kv::Settings::default()
         };
@@ -100,6 +103,12 @@ impl StoreTarget {
     fn waits(&self) -> u64 {
         let kinds = [Operation::Get, Operation::Set, Operation::Delete, Operation::Update];
         kinds.into_iter().map(|kind| self.store.trips(kind).waits).sum()
+    }
+
+    /// Reads of values so far; `None` without a value cache.
+    fn cache_reads(&self) -> Option<CacheReads> {
+        let cache = self.store.stats().cache;
+        (cache.limit > 0).then_some(CacheReads { hits: cache.hits, misses: cache.misses })
     }
 
     fn tend(&self) -> Result<(), Error> {
@@ -155,7 +164,7 @@ impl StoreTarget {
 impl Target for StoreTarget {
     fn run(&mut self, plan: &Plan) -> Result<Outcome, Error> {
         let held_before = self.settled()?;
-        let before = self.waits();
+        let (before, reads_before) = (self.waits(), self.cache_reads().unwrap_or_default());
         let value: Vec<u8> = (0..plan.value_bytes).map(|at| at as u8).collect();
         let barrier = Barrier::new(self.threads as usize);
         let (this, barrier, value) = (&*self, &barrier, &value);
@@ -174,6 +183,10 @@ impl Target for StoreTarget {
         let mut all = Outcome::default();
         outcomes.iter().for_each(|lane| all.join(lane));
         all.round_trips = Some(self.waits() - before);
+        all.cache = self.cache_reads().map(|reads| CacheReads {
+            hits: reads.hits - reads_before.hits,
+            misses: reads.misses - reads_before.misses,
+        });
         let held_after = self.settled()?;
         let payload = payload_bytes(self.store.len(0), plan.value_bytes);
         all.memory = Some(Memory { held_before, held_after, payload });
@@ -200,6 +213,12 @@ mod tests {
 
     const KEYS: u64 = 4000;
 
+    const PUBLISHED: Shape = Shape { form: Form::Published, mirror: false, cache_bytes: 0 };
+    const REMOTE: Shape = Shape { form: Form::Fused, ..PUBLISHED };
+    const MIRRORED: Shape = Shape { mirror: true, ..REMOTE };
+    /// Room for all values.
+    const CACHED: Shape = Shape { cache_bytes: 16 << 20, ..MIRRORED };
+
     fn target(chunk_bytes: u64, shape: Shape, threads: u32) -> StoreTarget {
         let settings = settings(schemes::ONESIDEDMW, chunk_bytes, 2 * KEYS, 976);
         let node = Arc::new(EmbeddedNode::start(&settings).unwrap());
@@ -209,9 +228,8 @@ mod tests {
 
     #[test]
     fn every_workload_runs_in_every_form() {
-        for (form, mirror) in [(Form::Published, false), (Form::Fused, false), (Form::Fused, true)]
-        {
-            let mut target = target(CHUNK_BYTES, Shape { form, mirror }, 2);
+        for shape in [PUBLISHED, REMOTE, MIRRORED, CACHED] {
+            let mut target = target(CHUNK_BYTES, shape, 2);
             let plan = |workload| Plan::new(workload, KEYS, 500, 100, 1);
             let plans: Vec<Plan> = Workload::ALL.into_iter().map(plan).collect();
             let mut ran = 0;
@@ -230,25 +248,46 @@ mod tests {
 
     #[test]
     fn round_trips_are_those_of_the_form() {
-        for (form, mirror, reads) in
-            [(Form::Published, false, 2.0), (Form::Fused, false, 2.0), (Form::Fused, true, 1.0)]
-        {
-            let mut target = target(CHUNK_BYTES, Shape { form, mirror }, 1);
+        for (shape, reads) in [(PUBLISHED, 2.0), (REMOTE, 2.0), (MIRRORED, 1.0)] {
+            let mut target = target(CHUNK_BYTES, shape, 1);
             let plans = [Plan::new(Workload::ReadRandom, 200, 1000, 100, 1)];
             run_all(&mut target, &plans, Keys::None, |_, outcome| {
                 let records = outcome.records(Workload::ReadRandom, &Setting::new());
                 let trips = records.iter().find(|r| r.metric == "round_trips").unwrap();
-                assert_eq!((trips.value, trips.statistic), (reads, Statistic::Mean), "{form:?}");
+                assert_eq!((trips.value, trips.statistic), (reads, Statistic::Mean), "{shape:?}");
+                assert_eq!(outcome.cache, None, "{shape:?}");
             })
             .unwrap();
         }
     }
 
+    #[test]
+    fn hit_rate_depends_on_the_size_of_the_value_cache() {
+        let small = Shape { cache_bytes: 64 << 10, ..MIRRORED };
+        let ratios = [CACHED, small].map(|shape| {
+            let mut target = target(CHUNK_BYTES, shape, 1);
+            let plan = |workload| Plan::new(workload, 1000, 20_000, 976, 1);
+            let plans = [Workload::FillSync, Workload::ReadRandom].map(plan);
+            let mut ratio = None;
+            run_all(&mut target, &plans, Keys::None, |at, outcome| {
+                let records = outcome.records(plans[at].workload, &Setting::new());
+                let of = |metric| records.iter().find(|r| r.metric == metric).map(|r| r.value);
+                if plans[at].workload == Workload::ReadRandom {
+                    let hits = of("cache_hit_ratio").unwrap();
+                    assert!((of("round_trips").unwrap() - (1.0 - hits)).abs() < 1e-9);
+                    ratio = Some(hits);
+                }
+            })
+            .unwrap();
+            ratio.unwrap()
+        });
+        assert!(ratios[0] > 0.9 && ratios[1] < 0.2, "{ratios:?}");
+    }
+
     /// With four blocks in a chunk, 0.9 to the power of 4 of the chunks lose all their blocks.
     #[test]
     fn share_of_returned_chunks_follows_from_the_blocks_in_a_chunk() {
-        let shape = Shape { form: Form::Fused, mirror: true };
-        let mut target = target(4096, shape, 1);
+        let mut target = target(4096, MIRRORED, 1);
         let plans = [Plan::new(Workload::DeleteRandom, KEYS, 0, 976, 1)];
         run_all(&mut target, &plans, Keys::None, |_, outcome| {
             let memory = outcome.memory.unwrap();

@@ -99,6 +99,12 @@ pub struct Kv {
           default_values_t = [IndexName::Mirrored])]
     index: Vec<IndexName>,
 
+    /// Memory of this process for values that were read, as granary kv --cache: one measurement per
+    /// size, separated by commas; 0 is none. Stores of form published or with a remote index have
+    /// no such memory
+    #[arg(long, value_name = "SIZES", value_delimiter = ',', default_values_t = [Size(0)])]
+    cache: Vec<Size>,
+
     /// Drive servers that speak the protocol of Redis, separated by commas. The keys of the
     /// workloads are written and deleted there
     #[arg(long, value_name = "HOST:PORT", value_delimiter = ',')]
@@ -141,6 +147,7 @@ Examples:
   granary bench kv --nic inline --forms published,fused --index remote,mirrored --keys 20000
   granary bench kv --schemes onesidedmw,finemem,static-mr --workloads fillsync,deleterandom
   granary bench kv --nic shm,roce --threads 1,2 --sizes 64,1KiB,16KiB
+  granary bench kv --workloads ycsb-b,ycsb-c --cache 0,16MiB,256MiB
   granary bench kv --pool roce://memory-1 --token-file ~/granary.token
   granary bench kv --resp localhost:6379 --memcached localhost:11211 --pipeline 1,16
   granary bench kv --workloads fillsync,deleterandom --json > kv.jsonl";
@@ -335,6 +342,17 @@ impl Kv {
             let why = "a store of this process is new; name servers with --resp or --memcached";
             return Err(usage(format!("--loaded: {why}")));
         }
+        let has_cache = systems.iter().any(|system| match system {
+            System::Store { shape, .. } | System::Running { shape, .. } => shape.cache_bytes > 0,
+            System::Server(_) => false,
+        });
+        if let Some(size) = self.cache.iter().find(|size| size.bytes() > 0)
+            && !has_cache
+        {
+            let why = "no measured store has a value cache; measure a store with --forms fused and \
+                       --index mirrored";
+            return Err(usage(format!("--cache {size}: {why}")));
+        }
         let mut contenders = Vec::new();
         for system in &systems {
             for &threads in &self.threads {
@@ -356,15 +374,17 @@ impl Kv {
         let mut shapes: Vec<Shape> = Vec::new();
         for form in &self.forms {
             for index in &self.index {
-                let shape = match form {
-                    FormName::Published => Shape { form: ::kv::Form::Published, mirror: false },
-                    FormName::Fused => {
-                        let mirror = *index == IndexName::Mirrored;
-                        Shape { form: ::kv::Form::Fused, mirror }
-                    }
+                let mirror = *form == FormName::Fused && *index == IndexName::Mirrored;
+                let form = match form {
+                    FormName::Published => ::kv::Form::Published,
+                    FormName::Fused => ::kv::Form::Fused,
                 };
-                if !shapes.contains(&shape) {
-                    shapes.push(shape);
+                for cache in &self.cache {
+                    let cache_bytes = if mirror { cache.bytes() } else { 0 };
+                    let shape = Shape { form, mirror, cache_bytes };
+                    if !shapes.contains(&shape) {
+                        shapes.push(shape);
+                    }
                 }
             }
         }
@@ -413,11 +433,23 @@ impl Kv {
             .scheme(pool.scheme().name)
             .nic(nic)
             .with("form", shape.form_name())
-            .with("index", shape.index_name())
-            .with("threads", u64::from(*threads))
-            .size(*value_bytes);
+            .with("index", shape.index_name());
+        let setting = match shape.cache_bytes {
+            0 => setting,
+            bytes => setting.with("cache", bytes),
+        };
+        let setting = setting.with("threads", u64::from(*threads)).size(*value_bytes);
         let target = Box::new(StoreTarget::new(pool, *shape, *threads)?);
         Ok(Opened { target, setting, _node: node })
+    }
+}
+
+/// Name of a store's form in progress and errors.
+fn name_of(shape: &Shape) -> String {
+    let name = format!("{}, {} index", shape.form_name(), shape.index_name());
+    match shape.cache_bytes {
+        0 => name,
+        bytes => format!("{name}, cache {}", Size(bytes)),
     }
 }
 
@@ -426,17 +458,12 @@ impl Contender {
         let Self { system, threads, value_bytes } = self;
         let size = Size(*value_bytes);
         match system {
-            System::Store { nic, scheme, shape } => format!(
-                "{scheme} on {}, {}, {} index, {threads} threads, {size}",
-                nic.name(),
-                shape.form_name(),
-                shape.index_name()
-            ),
-            System::Running { address, shape } => format!(
-                "{address}, {}, {} index, {threads} threads, {size}",
-                shape.form_name(),
-                shape.index_name()
-            ),
+            System::Store { nic, scheme, shape } => {
+                format!("{scheme} on {}, {}, {threads} threads, {size}", nic.name(), name_of(shape))
+            }
+            System::Running { address, shape } => {
+                format!("{address}, {}, {threads} threads, {size}", name_of(shape))
+            }
             System::Server(server) => format!(
                 "{} at {}, pipeline {}, {size}",
                 server.protocol.name(),
@@ -494,6 +521,24 @@ mod tests {
     fn published_form_has_no_mirror() {
         let forms = ["--nic", "inline", "--forms", "published,fused", "--index", "remote,mirrored"];
         assert_eq!(names(&forms).len(), 3);
+    }
+
+    #[test]
+    fn only_mirrored_stores_have_a_value_cache() {
+        let line = ["--nic", "inline", "--cache", "0,64MiB", "--index", "remote,mirrored"];
+        assert_eq!(
+            names(&line),
+            [
+                "onesidedmw on inline, fused, remote index, 1 threads, 1KiB",
+                "onesidedmw on inline, fused, mirrored index, 1 threads, 1KiB",
+                "onesidedmw on inline, fused, mirrored index, cache 64MiB, 1 threads, 1KiB"
+            ]
+        );
+        for others in [["--index", "remote"], ["--forms", "published"], ["--resp", "a:1"]] {
+            let line = [&["--cache", "64MiB"], &others[..]].concat();
+            let error = parse(&line).unwrap().contenders().err().unwrap();
+            assert!(error.to_string().contains("no measured store"), "{error}");
+        }
     }
 
     #[test]

@@ -32,7 +32,7 @@ pub enum Bench {
     Access(access::Access),
     Alloc(alloc::Alloc),
     Fault(fault::Fault),
-    Kv(kv::Kv),
+    Kv(Box<kv::Kv>),
     Paper(paper::Paper),
     Pingpong(pingpong::Pingpong),
     Policy(policy::Policy),
