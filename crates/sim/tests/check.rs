@@ -196,6 +196,26 @@ fn guessed_key_opens_type_1_but_not_type_2_windows() {
     assert!(guesses > 100);
 }
 
+/// In `onesidedmw-paper` a key is granted twice, or a chunk is lost, within a few worlds. In the
+/// same worlds `onesidedmw` keeps all invariants.
+#[test]
+fn published_chain_grants_keys_again_and_loses_chunks() {
+    let published = Case::PUBLISHED_CHAIN;
+    assert!(published.unsafe_by_design.is_some() && !Case::ALL.contains(&published));
+    let found: Vec<_> = (0..64)
+        .filter_map(|seed| Some((seed, check::run(published, seed, false).violation?)))
+        .collect();
+    for (seed, violation) in &found {
+        println!("{published}, seed {seed}: {violation}");
+    }
+    let has = |invariant| found.iter().any(|(_, found)| found.invariant == invariant);
+    assert!(has(Invariant::Keys) && has(Invariant::Forgotten), "{found:?}");
+    for seed in 0..64 {
+        let outcome = check::run(Case::of(schemes::ONESIDEDMW), seed, false);
+        assert_eq!(outcome.violation, None, "onesidedmw, seed {seed}");
+    }
+}
+
 /// In `finemem-paper` a key that was used after its free changes the next owner's chunk. In
 /// `finemem` the same clients, which also guess and steal keys, access nothing.
 #[test]

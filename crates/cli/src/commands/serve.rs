@@ -80,9 +80,10 @@ pub struct Serve {
     /// one-sided operations), or tdmem (the NIC allocates pages at random places, and looks the
     /// owner up at each access). For comparison: odrp (the NIC allocates pages at their first
     /// access); rpc-mw-2, fine-mr, static-mr, ondemand-rpc (the memory node's CPU allocates on
-    /// request); and, unsafe, finemem-paper (finemem as published), premmap-onesided (the compute
-    /// node allocates from an array), rpc-mw-1, premmap-rpc, shared-region (one key to all memory
-    /// for every compute node). See docs/user/choosing.md
+    /// request); and, unsafe, onesidedmw-paper (its chain as published), finemem-paper (finemem as
+    /// published), premmap-onesided (the compute node allocates from an array), rpc-mw-1,
+    /// premmap-rpc, shared-region (one key to all memory for every compute node). See
+    /// docs/user/choosing.md
     #[arg(long, default_value_t = schemes::ONESIDEDMW, value_parser = schemes::find)]
     scheme: Scheme,
 

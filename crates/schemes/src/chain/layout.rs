@@ -145,6 +145,10 @@ pub struct Shape {
     pub group: usize,
     /// Maximum number of requests in flight, over all clients.
     pub in_flight: u32,
+    /// True: the layout of scheme `onesidedmw-paper`. The tags of keys never change, an entry ends
+    /// with the tags in place of their addresses, and a slot of the free queue has a second word,
+    /// its own address. No permits are taken.
+    pub published: bool,
 }
 
 impl Shape {
@@ -178,6 +182,31 @@ impl Shape {
         (self.chunks + self.in_flight + 16).next_power_of_two()
     }
 
+    /// Bytes of a slot of the free queue.
+    pub fn slot_bytes(&self) -> u64 {
+        if self.published { 16 } else { 8 }
+    }
+
+    /// Offset of a slot in the free queue. Slots beyond the last wrap around.
+    pub fn slot_offset(&self, slot: usize) -> usize {
+        slot % self.slots() as usize * self.slot_bytes() as usize
+    }
+
+    /// Bytes of the grant in an entry.
+    pub fn grant_bytes(&self) -> usize {
+        if self.published { reply::BYTES } else { entry::GRANT_BYTES }
+    }
+
+    /// Number of addresses of tag words in an entry.
+    pub fn tag_addresses(&self) -> usize {
+        if self.published { 0 } else { self.tag_words() }
+    }
+
+    /// The tag that a bind assigns to a window whose tag is `tag`.
+    fn next_tag(&self, tag: u8) -> u8 {
+        if self.published { tag } else { tag.wrapping_add(1) }
+    }
+
     /// Rows of the steering table: one for every permit count, and one for every request that
     /// overdraws the permits.
     pub fn rows(&self) -> u32 {
@@ -186,7 +215,7 @@ impl Shape {
 
     /// Boundary bit of additions to `head`: the address wraps around within the free queue.
     pub fn head_boundary(&self) -> u64 {
-        self.slots() as u64 * 8 / 2
+        self.slots() as u64 * self.slot_bytes() / 2
     }
 
     /// Boundary bit of additions to `avail`.
@@ -251,7 +280,8 @@ impl<N: Nic> Memory<N> {
         let chunk_memory =
             nic.alloc_thin(shape.chunks as usize * chunk_bytes, chunk_bytes, kept)?;
         let table = aligned(nic, table_bytes, TABLE_ALIGN)?;
-        let queue = aligned(nic, slots * 8, slots as u64 * 8)?;
+        let queue_bytes = slots as u64 * shape.slot_bytes();
+        let queue = aligned(nic, queue_bytes as usize, queue_bytes)?;
         let steer = aligned(nic, rows * 64, rows as u64 * STEER_STRIDE)?;
         let memory = Self {
             shape,
@@ -267,7 +297,14 @@ impl<N: Nic> Memory<N> {
         for i in shape.entries().iter() {
             let first = i.as_usize() * shape.group;
             memory.write_entry(i, Some(&windows[first..first + shape.group]));
-            memory.queue.memory().store_be64(i.as_usize() * 8, memory.queue_value(i));
+            let at = shape.slot_offset(i.as_usize());
+            memory.queue.memory().store_be64(at, memory.queue_value(i));
+        }
+        if shape.published {
+            for at in (0..slots).map(|slot| shape.slot_offset(slot)) {
+                let addr = memory.queue.memory().addr() + at as u64;
+                memory.queue.memory().store_be64(at + 8, addr);
+            }
         }
         memory.write_entry(shape.null_entry(), None);
         memory.words.memory().store_be64(0, memory.queue.memory().addr());
@@ -321,10 +358,28 @@ impl<N: Nic> Memory<N> {
     /// The queue values from the head of the free queue on, and the number of filled slots.
     pub fn queued(&self) -> (Vec<u64>, usize) {
         let slots = self.shape.slots() as usize;
-        let load = |slot: usize| self.queue.memory().load_be64((slot % slots) * 8);
-        let head = (self.words.memory().load_be64(0) - self.queue.memory().addr()) as usize / 8;
-        let run = (0..slots).map(|i| load(head + i)).take_while(|&v| v != 0).collect();
-        (run, (0..slots).filter(|&i| load(i) != 0).count())
+        let head = self.head() as usize;
+        let run = (0..slots).map(|i| self.slot_value(head + i)).take_while(|&v| v != 0).collect();
+        (run, (0..slots).filter(|&i| self.slot_value(i) != 0).count())
+    }
+
+    /// The queue value in a slot; 0 if the slot is empty. Slots beyond the last wrap around.
+    pub fn slot_value(&self, slot: usize) -> u64 {
+        self.queue.memory().load_be64(self.shape.slot_offset(slot))
+    }
+
+    /// The slot at the head of the free queue.
+    fn head(&self) -> u64 {
+        (self.words.memory().load_be64(0) - self.queue.memory().addr()) / self.shape.slot_bytes()
+    }
+
+    /// Distance from the head to the tail after `pushes` pushes (modulo 2^24), in the published
+    /// layout. Negative if the head has passed empty slots.
+    pub fn distance_to_tail(&self, pushes: u32) -> i64 {
+        let slots = i64::from(self.shape.slots());
+        let tail = i64::from(self.shape.chunks) + i64::from(pushes);
+        let ahead = (tail - self.head() as i64).rem_euclid(slots);
+        if ahead > i64::from(self.shape.chunks) { ahead - slots } else { ahead }
     }
 
     /// Takes, from the CPU, the value in the free queue's slot at `addr`. The slot must be one that
@@ -349,7 +404,7 @@ impl<N: Nic> Memory<N> {
     pub fn set_tag(&self, i: EntryId, j: usize, tag: u8) {
         let at = table_offset(i) + tag_offset(j);
         self.table.memory().write(at, &[tag]);
-        self.table.memory().write(at + 4, &[tag.wrapping_add(1)]);
+        self.table.memory().write(at + 4, &[self.shape.next_tag(tag)]);
     }
 
     /// The current keys (index and tag) of the windows of entry `i`.
@@ -372,21 +427,25 @@ impl<N: Nic> Memory<N> {
         put64(&mut e, entry::FREE_REPLY, u64::from(i.raw()) << 32 | status::FREED as u64);
         put64(&mut e, entry::CHUNK, chunk);
         put64(&mut e, entry::OWNER_ADDR, own);
-        let grant = shape.tag_addrs() + 8 * shape.tag_words() + 8;
+        let grant = shape.tag_addrs() + 8 * shape.tag_addresses() + 8;
         for j in 0..shape.group {
             let key = windows.map_or(Key::default(), |w| w[j]);
             let index = &key.0.to_be_bytes()[..3];
             e[entry::KEYS + 3 * j..][..3].copy_from_slice(index);
             e[tag_offset(j)] = key.tag();
-            e[tag_offset(j) + 4] = key.tag().wrapping_add(1);
+            e[tag_offset(j) + 4] = shape.next_tag(key.tag());
             let image = shape.images() + entry::IMAGE_BYTES * j;
             e[image] = if windows.is_some() { opcode::UMR } else { opcode::NOP };
             e[image + 1..image + 4].copy_from_slice(index);
             put64(&mut e, image + 4, chunk);
             put64(&mut e, image + 12, chunk);
             e[grant + reply::KEYS + 3 * j..][..3].copy_from_slice(index);
+            if shape.published {
+                let tags = grant + reply::TAGS + tag_offset(j) - entry::T;
+                (e[tags], e[tags + 4]) = (key.tag(), key.tag());
+            }
         }
-        for w in 0..shape.tag_words() {
+        for w in 0..shape.tag_addresses() {
             let word = self.entry_addr(i) + (entry::T + 8 * w) as u64;
             put64(&mut e, shape.tag_addrs() + 8 * w, word);
         }
@@ -394,7 +453,7 @@ impl<N: Nic> Memory<N> {
         put64(&mut e, grant + reply::CHUNK, chunk);
         e[grant + reply::ENTRY..grant + reply::STATUS].copy_from_slice(&entry_index(i));
         e[grant + reply::STATUS] = if windows.is_some() { status::GRANTED } else { status::EMPTY };
-        assert!(grant + entry::GRANT_BYTES <= entry::OWN, "an entry does not fit its stride");
+        assert!(grant + shape.grant_bytes() <= entry::OWN, "an entry does not fit its stride");
         self.table.memory().write(table_offset(i), &e);
     }
 

@@ -47,13 +47,21 @@ pub struct Program {
     ring: Ring,
     qpn: Qpn,
     next: u32,
+    /// Building blocks of the earlier laps.
+    laps: u64,
 }
 
 impl Program {
     /// Starts at the beginning of `ring`, the send ring of `qpn`.
     pub fn new(ring: Ring, qpn: Qpn) -> Self {
+        Self::resume(ring, qpn, 0)
+    }
+
+    /// Continues at building block `index`, counted over all laps of the ring.
+    pub fn resume(ring: Ring, qpn: Qpn, index: u64) -> Self {
         assert_eq!(ring.stride as usize, WQEBB);
-        Self { ring, qpn, next: 0 }
+        let next = (index % u64::from(ring.entries)) as u32;
+        Self { ring, qpn, next, laps: index - u64::from(next) }
     }
 
     /// Building-block index of the next WQE to be written.
@@ -71,7 +79,7 @@ impl Program {
     /// Writes one WQE and returns its building-block index.
     pub fn push(&mut self, build: impl FnOnce(&mut Builder)) -> u32 {
         let at = self.next;
-        let mut b = Builder::new(self.qpn, at as u16);
+        let mut b = Builder::new(self.qpn, (self.laps + u64::from(at)) as u16);
         build(&mut b);
         assert!(at + b.blocks() <= self.ring.entries, "a chain does not fit its ring");
         self.ring.memory.write(at as usize * WQEBB, b.bytes());
@@ -114,18 +122,23 @@ impl Program {
         self.push(|b| bump(b, pair, w.worker_rkey, by, wrap, w.dump));
     }
 
+    /// Fills the ring up to building block `end` with NOPs.
+    pub fn fill(&mut self, end: u32) {
+        while self.next < end {
+            let fill = (end - self.next).min(15);
+            self.push(|b| {
+                b.nop_filling(fill);
+            });
+        }
+    }
+
     /// Ends the lap: the FAA that advances the index of the last WQE, NOPs, and the SEND_EN of the
     /// ring on itself.
     fn close(mut self, w: &Wiring) {
         let last = self.ring.entries - 1;
         let (pair, lap) = (self.field(last, PAIR), self.ring.entries);
         self.push(|b| bump(b, pair, w.worker_rkey, lap, Wrap::Bits16, w.dump));
-        while self.next < last {
-            let fill = (last - self.next).min(15);
-            self.push(|b| {
-                b.nop_filling(fill);
-            });
-        }
+        self.fill(last);
         let (qpn, two_laps) = (self.qpn, 2 * self.ring.entries);
         self.push_at(last, |b| {
             b.send_enable(qpn, two_laps);
@@ -296,11 +309,16 @@ impl Wiring {
     /// The address that the last request has patched in is kept: its reply may not have been sent
     /// yet, or may have to be retransmitted because the network has lost it.
     pub fn write_reply(&self, slot: Slot, first_use: u32, from: Sge) {
+        self.write_answer(slot, from);
+        self.write_credit(slot, first_use, false);
+    }
+
+    /// Writes the reply of `slot` alone, as [`Wiring::write_reply`] does.
+    pub fn write_answer(&self, slot: Slot, from: Sge) {
         let to = self.reply_target(slot);
         self.write_front(slot, 0, |b| {
             b.rdma_write_imm(to, &[from], super::REPLY_IMM);
         });
-        self.write_credit(slot, first_use, false);
     }
 
     /// Destination of the reply in `slot`; null before the first request.

@@ -39,7 +39,7 @@ pub fn fill<N: DirectNic>(memory: &Memory<N>, queue: &N::Srq) {
     for k in 0..slots {
         // The first push goes to the slot after the entries that the queue holds initially.
         let slot = (k + memory.shape.chunks) % slots;
-        let sge = memory.queue.sge(slot as usize * 8, 8);
+        let sge = memory.queue.sge(memory.shape.slot_offset(slot as usize), 8);
         ring.memory.write((k * ring.stride) as usize, &sge.to_bytes());
     }
     queue.record().store_be32(0, slots);

@@ -30,14 +30,19 @@ pub struct ChainQueues<N: DirectNic> {
     worker_remote: N::Mr,
     front_local: N::Mr,
     front_remote: N::Mr,
-    credits: u32,
-    reply_blocks: u32,
+    /// Requests whose arguments, replies and instances have a slot.
+    pub credits: u32,
+    /// Building blocks of a reply, and WQEs of a reply: each has one block.
+    pub reply_blocks: u32,
     credit_block: u32,
     /// 64 bytes for each slot, then the constant `owner_id`.
     pub staging: N::Mr,
     /// Number of the request that position 0 of the chain serves first, as the chain is currently
     /// written.
     pub first: u32,
+    /// Number of requests, from `first` on, whose WQEs the CPU has posted; 0 if the chain re-arms
+    /// itself.
+    pub posted: u64,
     /// Value that the CQ of requests will have counted before that request.
     pub count: u32,
     /// Value that this CQ had counted when the queues were opened.
@@ -166,6 +171,7 @@ impl<N: DirectNic> ChainQueues<N> {
             reply_blocks: purpose.reply_blocks,
             credit_block: purpose.credit_block,
             first: 0,
+            posted: 0,
             count: 0,
             opened: 0,
             executed: 0,

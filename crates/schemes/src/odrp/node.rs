@@ -75,6 +75,7 @@ impl<N: DirectNic> Node<N> {
             chunk_bytes: settings.chunk_bytes,
             group: 0,
             in_flight: in_flight_max(&settings),
+            published: false,
         };
         let (data, metadata) = (nic.alloc_pd()?, nic.alloc_pd()?);
         let memory = Memory::new(&nic, shape, &data, &metadata, &[], settings.kept_bytes)?;

@@ -24,7 +24,7 @@ use verbs::direct::Ring;
 use verbs::wqe::{Umr, WQEBB, offset, opcode, umr};
 use verbs::{Access, Key, MemoryRegion, Nic, Qpn, Remote, Sge};
 
-use super::layout::{self, AVAIL, DUMP_BYTES, Memory, entry, reply};
+use super::layout::{self, AVAIL, DUMP_BYTES, Memory, reply};
 use super::program::{Program, Scatter, Wiring, write_chain};
 use crate::chain::in_flight::InFlight;
 
@@ -114,17 +114,12 @@ fn write_instance<N: Nic>(
         b.masked_compare_swap(slot, (0, 0), (0, u64::MAX), old);
     });
     program.push_at(plan.entry, |b| {
-        let scatter = entry_scatter(shape, &plan, w, slot, memory.dump.sge(0, DUMP_BYTES as u32));
+        let patched = (&plan.binds[..], &plan.tags[..], plan.owner);
+        let dump = memory.dump.sge(0, DUMP_BYTES as u32);
+        let scatter = entry_scatter(shape, patched, w, slot, dump);
         b.rdma_read(Remote { addr: 0, rkey: memory.table.key() }, scatter.list());
     });
-    for (j, &block) in plan.binds.iter().enumerate() {
-        let qpn = if j == 0 { free_worker } else { Qpn::NONE };
-        let (mr, len) = (memory.chunks.key(), shape.chunk_bytes as u32);
-        let bind = Umr::bind(Key::default(), 0, qpn, Access::REMOTE_ALL, mr, 0, len);
-        program.push_at(block, |b| {
-            b.umr(&bind);
-        });
-    }
+    push_binds(memory, program, &plan.binds, free_worker);
     for (word, &block) in plan.tags.iter().enumerate() {
         let old = w.staging(slot, (reply::TAGS + 8 * word) as u32, 8);
         program.push_at(block, |b| {
@@ -139,8 +134,31 @@ fn write_instance<N: Nic>(
     assert_eq!(program.next(), plan.end(), "the chain's plan and its WQEs differ");
 
     w.write_reply(slot, w.first.wrapping_add(p), w.staging(slot, 0, reply::BYTES as u32));
+    write_arguments(w, slot, &plan.binds);
+}
+
+/// Writes the BINDs of an entry's windows. A READ of the entry patches in keys and addresses, the
+/// request the QPNs of all windows but the guard.
+pub(super) fn push_binds<N: Nic>(
+    memory: &Memory<N>,
+    program: &mut Program,
+    binds: &[u32],
+    free_worker: Qpn,
+) {
+    for (j, &block) in binds.iter().enumerate() {
+        let qpn = if j == 0 { free_worker } else { Qpn::NONE };
+        let (mr, len) = (memory.chunks.key(), memory.shape.chunk_bytes as u32);
+        let bind = Umr::bind(Key::default(), 0, qpn, Access::REMOTE_ALL, mr, 0, len);
+        program.push_at(block, |b| {
+            b.umr(&bind);
+        });
+    }
+}
+
+/// Writes the receive WQE of `slot`, which scatters a request over the BINDs and the reply.
+pub(super) fn write_arguments(w: &Wiring, slot: Slot, binds: &[u32]) {
     let mut arguments = Scatter::default();
-    for &bind in &plan.binds[1..] {
+    for &bind in &binds[1..] {
         arguments.sge(w.to(3, bind, umr::QPN));
     }
     arguments.to(12, w.front_lkey, w.reply_field(slot, offset::REMOTE_ADDR));
@@ -205,9 +223,17 @@ pub fn unfinished(shape: &layout::Shape, ring: &Ring, at: u16, credits: u32) -> 
 }
 
 /// Scatter list from an entry's bytes after T to the WQEs after the READ.
-fn entry_scatter(shape: &layout::Shape, plan: &Plan, w: &Wiring, slot: Slot, dump: Sge) -> Scatter {
+///
+/// The WQEs are the BINDs, the FAAs on the tag words, and the WRITE of the owner.
+pub(super) fn entry_scatter(
+    shape: &layout::Shape,
+    (binds, tags, owner): (&[u32], &[u32], u32),
+    w: &Wiring,
+    slot: Slot,
+    dump: Sge,
+) -> Scatter {
     let mut s = Scatter::default();
-    for four in plan.binds.chunks(4) {
+    for four in binds.chunks(4) {
         for field in [offset::UMR_KEY_TAG, umr::TAG] {
             for &bind in four {
                 s.sge(w.to(1, bind, field));
@@ -215,17 +241,17 @@ fn entry_scatter(shape: &layout::Shape, plan: &Plan, w: &Wiring, slot: Slot, dum
             s.skip(4 - four.len(), dump);
         }
     }
-    for &bind in &plan.binds {
+    for &bind in binds {
         s.sge(w.to(1, bind, offset::OPCODE));
         s.sge(w.to(3, bind, offset::UMR_KEY_INDEX));
         s.sge(w.to(8, bind, umr::START));
         s.sge(w.to(8, bind, umr::KLM_ADDR));
     }
-    for &tags in &plan.tags {
+    for &tags in tags {
         s.sge(w.to(8, tags, offset::REMOTE_ADDR));
     }
-    s.sge(w.to(8, plan.owner, offset::REMOTE_ADDR));
-    let grant = w.staging(slot, 0, entry::GRANT_BYTES as u32);
+    s.sge(w.to(8, owner, offset::REMOTE_ADDR));
+    let grant = w.staging(slot, 0, shape.grant_bytes() as u32);
     s.sge(grant);
     debug_assert_eq!(s.list().len() as u32, entry_read_sges(shape));
     s
@@ -233,11 +259,12 @@ fn entry_scatter(shape: &layout::Shape, plan: &Plan, w: &Wiring, slot: Slot, dum
 
 fn entry_read_sges(shape: &layout::Shape) -> u32 {
     let group = shape.group as u32;
-    let words = shape.tag_words() as u32;
+    let words = shape.tag_addresses() as u32;
     let dumps = if shape.group.is_multiple_of(4) { 0 } else { 2 };
     2 * group + dumps + 4 * group + words + 2
 }
 
-fn entry_read_blocks(shape: &layout::Shape) -> u32 {
+/// Building blocks of the READ of an entry.
+pub(super) fn entry_read_blocks(shape: &layout::Shape) -> u32 {
     (2 + entry_read_sges(shape)).div_ceil(4)
 }

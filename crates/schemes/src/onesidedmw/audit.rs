@@ -30,10 +30,10 @@ pub fn check<N: DirectNic>(node: &Node<N>) -> Result<(), Error> {
             run.len()
         )));
     }
-    if memory.permits() != run.len() as i64 {
+    let free_chunks = node.free_chunks()?;
+    if free_chunks != run.len() as i64 {
         return Err(broken(format!(
-            "the free queue has {} permits for {} entries",
-            memory.permits(),
+            "{free_chunks} allocations can take an entry, and the free queue has {}",
             run.len()
         )));
     }

@@ -21,9 +21,9 @@ use verbs::{Access, MemoryRegion, PeerAddress, QpAttr, QpChange, Qpn, QueuePair,
 use super::meter::Meter;
 use super::node::Node;
 use super::program::{REPLY_BLOCKS, Wiring};
-use super::{alloc_chain, free_chain};
+use super::{alloc_chain, free_chain, published_chain};
 use crate::chain::availability::BULLETIN_BLOCKS;
-use crate::chain::queues::{ChainQueues, QueueParams, accept_requests};
+use crate::chain::queues::{ChainQueues, QueueParams, SharedResources, accept_requests};
 
 /// Queues and management state of one client.
 pub(super) struct Connection<N: DirectNic> {
@@ -136,9 +136,9 @@ impl<N: DirectNic> Node<N> {
                 return Err(Error::Refused { attempt, why: why.into() });
             }
         };
-        let alloc = |peer: &u32| {
-            ChainQueues::new(&self.parts(), &self.alloc_purpose(client, request.peer(*peer)))
-        };
+        let parts = SharedResources { credits: self.alloc_slots(), ..self.parts() };
+        let alloc =
+            |peer: &u32| ChainQueues::new(&parts, &self.alloc_purpose(client, request.peer(*peer)));
         let allocs = alloc_peers.iter().map(alloc).collect::<Result<Vec<_>, _>>()?;
         let free =
             ChainQueues::new(&self.parts(), &self.free_purpose(client, request.peer(free_peer)))?;
@@ -180,14 +180,26 @@ impl<N: DirectNic> Node<N> {
         Ok(self.nic.create_qp(&self.data, attr)?)
     }
 
+    /// Requests of a client's alloc chain whose arguments, replies and instances have a slot.
+    fn alloc_slots(&self) -> u32 {
+        match self.memory.shape.published {
+            true => published_chain::ahead(self.settings.credits),
+            false => self.settings.credits,
+        }
+    }
+
     fn alloc_purpose(&self, owner: ClientId, peer: PeerAddress) -> QueueParams<'_, N> {
-        let shape = &self.memory.shape;
+        let (shape, slots) = (&self.memory.shape, self.alloc_slots());
+        let (worker_blocks, reply_blocks) = match shape.published {
+            true => (published_chain::ring_blocks(shape, slots), published_chain::REPLY_BLOCKS),
+            false => (alloc_chain::ring_blocks(shape, slots), REPLY_BLOCKS),
+        };
         QueueParams {
             owner,
             peer,
-            worker_blocks: alloc_chain::ring_blocks(shape, self.settings.credits),
-            reply_blocks: REPLY_BLOCKS,
-            credit_block: REPLY_BLOCKS - 1,
+            worker_blocks,
+            reply_blocks,
+            credit_block: reply_blocks - 1,
             receive_sges: alloc_chain::receive_sges(shape),
             push_queue: None,
             waits: false,
@@ -199,6 +211,8 @@ impl<N: DirectNic> Node<N> {
     fn free_purpose(&self, owner: ClientId, peer: PeerAddress) -> QueueParams<'_, N> {
         QueueParams {
             worker_blocks: free_chain::ring_blocks(&self.memory.shape, self.settings.credits),
+            reply_blocks: REPLY_BLOCKS,
+            credit_block: REPLY_BLOCKS - 1,
             receive_sges: free_chain::RECEIVE_SGES,
             push_queue: Some(&self.push_queue),
             access: Access::NONE,
@@ -206,11 +220,12 @@ impl<N: DirectNic> Node<N> {
         }
     }
 
-    /// Writes the chain for the requests from `first` on, and starts the worker.
-    pub(super) fn arm(
+    /// Writes the chain for the requests from `first` on, and starts the worker. `write` returns
+    /// the limit up to which the worker executes.
+    fn arm(
         &mut self,
         d: &mut ChainQueues<N>,
-        write: impl FnOnce(&Self, &Wiring),
+        write: impl FnOnce(&Self, &Wiring) -> u16,
     ) -> Result<(), Error> {
         d.worker.modify(QpChange::Reset)?;
         // Drains completions of the worker before its reset; otherwise they would count as a new
@@ -221,12 +236,31 @@ impl<N: DirectNic> Node<N> {
         let wiring = d.wiring(self.memory.dump.sge(0, 8));
         d.worker.connect(d.loopback.qpn())?;
         d.loopback.connect(d.worker.qpn())?;
-        write(self, &wiring);
-        Ok(d.worker.enable_send(wiring.worker_ring.entries as u16)?)
+        let limit = write(self, &wiring);
+        Ok(d.worker.enable_send(limit)?)
+    }
+
+    /// Arms an alloc chain. `guard`: the client's free worker.
+    pub(super) fn arm_alloc(&mut self, d: &mut ChainQueues<N>, guard: Qpn) -> Result<(), Error> {
+        if !self.memory.shape.published {
+            return self.arm(d, |node, w| {
+                alloc_chain::write(&node.memory, w, guard);
+                w.worker_ring.entries as u16
+            });
+        }
+        d.posted = d.credits.into();
+        let posted = d.posted;
+        self.arm(d, |node, w| {
+            published_chain::write_replies(w);
+            published_chain::write(&node.memory, w, guard, 0..posted)
+        })
     }
 
     pub(super) fn arm_free(&mut self, d: &mut ChainQueues<N>) -> Result<(), Error> {
-        self.arm(d, |node, w| free_chain::write(&node.memory, w, node.push()))
+        self.arm(d, |node, w| {
+            free_chain::write(&node.memory, w, node.push());
+            w.worker_ring.entries as u16
+        })
     }
 
     /// Arms all chains and accepts requests. Nothing may be in flight, and the client must have
@@ -244,12 +278,12 @@ impl<N: DirectNic> Node<N> {
         }
         let guard = c.free.worker.qpn();
         for d in &mut c.allocs {
-            self.arm(d, |node, w| alloc_chain::write(&node.memory, w, guard))?;
+            self.arm_alloc(d, guard)?;
         }
         self.arm_free(&mut c.free)?;
         for d in c.queues() {
             d.front.connect(d.front_peer)?;
-            d.front.enable_recv(self.settings.credits)?;
+            d.front.enable_recv(d.credits)?;
         }
         c.management = Management::Open;
         Ok(())

@@ -17,9 +17,9 @@ use verbs::MemoryRegion;
 use verbs::direct::{DirectNic, DirectQp};
 use verbs::wqe::WQEBB;
 
-use super::alloc_chain;
 use super::layout::{Memory, reply, status};
 use super::program::PAIR;
+use super::{alloc_chain, published_chain};
 use crate::chain::queues::{COUNT, ChainQueues};
 
 /// Entries of `owner` whose grants were never delivered: allocations that were received and
@@ -28,16 +28,22 @@ pub(super) fn undelivered<N: DirectNic>(
     nic: &N,
     memory: &Memory<N>,
     d: &ChainQueues<N>,
-    (credits, owner): (u32, u64),
+    owner: u64,
 ) -> Result<Vec<EntryId>, Error> {
+    let credits = d.credits;
     let received = nic.cq_count(&d.requests)?;
-    // Each reply is a WRITE and a RECV_EN.
-    let answered = (d.front.progress()?.executed - d.executed).div_ceil(2) as u32;
+    // A reply is a WRITE and a RECV_EN, or a WRITE alone.
+    let executed = d.front.progress()?.executed - d.executed;
+    let answered = executed.div_ceil(d.reply_blocks.into()) as u32;
     let missing = received.wrapping_sub(d.opened).wrapping_sub(answered) & COUNT;
     // Number of the next request.
     let next = d.first.wrapping_add(received.wrapping_sub(d.count) & COUNT);
     let unexecuted = match d.stopped {
         None => 0,
+        Some(at) if memory.shape.published => {
+            let executed = published_chain::stopped_at(memory, d, at).request as u32;
+            received.wrapping_sub(d.count).wrapping_sub(executed) & COUNT
+        }
         Some(at) => unexecuted(memory, d, (at, credits), (received, next)),
     };
     let mut entries = Vec::new();

@@ -15,7 +15,8 @@
 //!
 //! - [`layout`]: the table, the free queue and the steering table, byte by byte.
 //! - [`program`]: writes WQEs into a ring whose instances re-arm themselves.
-//! - [`alloc_chain`], [`free_chain`]: the two chains.
+//! - [`alloc_chain`], [`free_chain`]: the two chains. `published_chain`: figure 5 taken literally,
+//!   in scheme `onesidedmw-paper`, which is unsafe and exists for comparison.
 //! - [`node`]: the memory node's side. `connection` holds the state of one client, `repair` and
 //!   `in_flight` handle stopped chains and closed connections, `reclaim` handles departed clients,
 //!   and `budget` enforces budgets. [`client`]: the client's side.
@@ -44,6 +45,7 @@ mod in_flight;
 mod meter;
 pub mod node;
 mod options;
+mod published_chain;
 mod reclaim;
 mod repair;
 
@@ -76,8 +78,29 @@ pub const ONESIDEDMW: Scheme = &SchemeInfo {
     unsafe_because: None,
 };
 
+/// Scheme `onesidedmw-paper`: `onesidedmw` with the allocation chain of figure 5 taken literally,
+/// for comparison. The memory node's CPU posts executed WQEs again.
+pub const ONESIDEDMW_PAPER: Scheme = &SchemeInfo {
+    name: "onesidedmw-paper",
+    source: "OneSidedMW §4.3, figure 5",
+    allocator: Allocator::Nic,
+    isolation: Isolation::QpWindows,
+    sizes: Sizes::Chunk,
+    access: AccessKind::OneSided,
+    release: ReleaseTime::BeforeReturn,
+    needs: &[Need::Chains, Need::Type2Windows, Need::BigEndianAtomics],
+    chunk_bytes: None,
+    // The tail is counted with 24 bits.
+    chunks_max: CHUNKS_MAX / 2,
+    options: &["budget"],
+    unsafe_because: Some(
+        "an allocation from an empty queue loses a chunk that is freed next; a client's old key \
+         opens a chunk again that the client got again",
+    ),
+};
+
 /// The schemes of this module.
-pub const SCHEMES: &[Scheme] = &[ONESIDEDMW];
+pub const SCHEMES: &[Scheme] = &[ONESIDEDMW, ONESIDEDMW_PAPER];
 
 /// Registers the schemes of this module.
 pub struct Family;

@@ -26,6 +26,7 @@ use super::layout::{Memory, Shape};
 use super::options::{Options, Terms};
 use super::program::Wrap;
 use super::reclaim::Leaving;
+use super::{ONESIDEDMW_PAPER, published_chain};
 use crate::chain::availability::AvailabilityNotifier;
 use crate::chain::push_queue::{self, PushRecord};
 use crate::chain::queues::SharedResources;
@@ -37,7 +38,13 @@ const FREE_WQES: u32 = 20;
 /// Entries of the CQ of faults. A client can stop its free worker, which then flushes one lap; the
 /// worker can stop again only after the CPU has handled the first stop.
 fn fault_entries(settings: &NodeSettings) -> u32 {
-    let flushes = settings.clients_max * settings.credits * FREE_WQES;
+    let mut flushes = settings.clients_max * settings.credits * FREE_WQES;
+    if settings.scheme == ONESIDEDMW_PAPER {
+        // Its alloc workers stop when the queue is empty.
+        let each = published_chain::ahead(settings.credits);
+        flushes +=
+            settings.clients_max * each * published_chain::wqes(settings.group_size as usize);
+    }
     (flushes + 1024).min(1 << 21)
 }
 
@@ -51,6 +58,7 @@ fn shape(settings: &NodeSettings, options: &Options) -> Shape {
         chunk_bytes: settings.chunk_bytes,
         group: settings.group_size as usize,
         in_flight: settings.clients_max * settings.credits * directions,
+        published: settings.scheme == ONESIDEDMW_PAPER,
     }
 }
 
@@ -92,6 +100,8 @@ pub struct Node<N: DirectNic> {
     pub(super) next_budget_check: Option<Duration>,
     pub(super) notice: AvailabilityNotifier<N>,
     pub(super) refused: u64,
+    /// A published chain has found the queue empty since the last broadcast.
+    pub(super) found_empty: bool,
     counted: Counted,
     _windows: Vec<N::Mw>,
 }
@@ -150,6 +160,7 @@ impl<N: DirectNic> Node<N> {
             next_budget_check: None,
             notice,
             refused: 0,
+            found_empty: false,
             counted: Counted::default(),
             _windows: windows,
         })
@@ -187,12 +198,21 @@ impl<N: DirectNic> Node<N> {
         PushRecord { record: self.push_record.remote(0), wrap }
     }
 
-    /// Drains the fault CQ: completed batches of the reclaimer, and workers that stopped. Returns
-    /// true if it processed any.
+    /// Free chunks that an allocation can take. Negative while requests overdraw the permits, and
+    /// in scheme `onesidedmw-paper` once the head has passed empty slots.
+    pub(super) fn free_chunks(&self) -> Result<i64, Error> {
+        match self.memory.shape.published {
+            true => Ok(self.memory.distance_to_tail(self.nic.cq_count(&self.pushes)?)),
+            false => Ok(self.memory.permits()),
+        }
+    }
+
+    /// Drains the fault CQ: completed batches of the reclaimer, workers that stopped, and executed
+    /// WQEs that are to be posted again. Returns true if it processed any.
     pub(super) fn poll_faults(&mut self) -> Result<bool, Error> {
         let mut any = false;
         for fault in std::mem::take(&mut self.pending_faults) {
-            any |= self.record_stop(&fault);
+            any |= self.record(&fault)?;
         }
         let mut some = [Completion::EMPTY; 16];
         loop {
@@ -204,34 +224,40 @@ impl<N: DirectNic> Node<N> {
                 if c.qpn == self.reclaimer.qpn() {
                     self.reclaimer.completed(c)?;
                     any = true;
-                } else if c.status != Status::Success {
-                    any |= self.record_stop(c);
+                } else if c.status != Status::Success || self.memory.shape.published {
+                    any |= self.record(c)?;
                 }
             }
         }
     }
 
-    /// Records where a worker stopped, from its first error completion: completions of a managed
-    /// queue carry the index of their WQE. Later error completions are the worker's flush.
-    fn record_stop(&mut self, fault: &Completion) -> bool {
-        let Some(&client) = self.workers.get(&fault.qpn) else { return false };
+    /// Handles a worker's completion. A success is that of a published chain, whose WQEs are posted
+    /// again. The first error tells where the worker stopped: completions of a managed queue carry
+    /// the index of their WQE. Later errors are the worker's flush.
+    fn record(&mut self, fault: &Completion) -> Result<bool, Error> {
+        let Some(&client) = self.workers.get(&fault.qpn) else { return Ok(false) };
         let connection = match self.clients.get_mut(&client) {
             Some(c) => Some(c),
             None => self.leaving.get_mut(&client).map(Leaving::connection),
         };
         let Some(connection) = connection else {
             self.pending_faults.push(*fault);
-            return false;
+            return Ok(false);
         };
+        let guard = connection.free.worker.qpn();
         let queues = connection.queues_of(fault.qpn);
-        let Some(d) = queues.filter(|d| d.stopped.is_none()) else { return false };
+        let Some(d) = queues.filter(|d| d.stopped.is_none()) else { return Ok(false) };
+        if fault.status == Status::Success {
+            published_chain::post_again(&self.memory, d, guard)?;
+            return Ok(true);
+        }
         d.stopped = Some(fault.id as u16);
         self.stopped.push(client);
-        true
+        Ok(true)
     }
 
     /// Broadcasts whether memory is available, if that changed (OneSidedMW §4.3).
-    fn broadcast(&mut self, empty: bool) -> bool {
+    pub(super) fn broadcast(&mut self, empty: bool) -> bool {
         let new = self.notice.set_empty(empty);
         if new {
             for c in self.clients.values() {
@@ -322,7 +348,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         done |= self.complete_closings()?;
         done |= self.reclaim_departed()?;
         done |= self.check_budgets()?;
-        if self.notice.is_watching() && self.memory.permits() > 0 {
+        if self.notice.is_watching() && self.free_chunks()? > 0 {
             done |= self.broadcast(false);
         }
         Ok(done)
@@ -341,7 +367,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
 
     fn client_waits(&mut self, client: ClientId) -> Result<bool, Error> {
         debug_assert!(self.clients.contains_key(&client));
-        if self.memory.permits() > 0 {
+        if self.free_chunks()? > 0 {
             return Ok(false);
         }
         self.broadcast(true);
@@ -357,7 +383,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         self.counted.frees += (pushed.wrapping_sub(self.counted.pushes_seen) & 0xff_ffff) as u64;
         self.counted.pushes_seen = pushed;
         let chunks = self.memory.shape.chunks as u64;
-        let free = self.memory.permits().clamp(0, chunks as i64) as u64;
+        let free = self.free_chunks()?.clamp(0, chunks as i64) as u64;
         let returned = self.counted.frees;
         let reclaimed = self.reclaimer.released.min(returned);
         Ok(NodeStatus {

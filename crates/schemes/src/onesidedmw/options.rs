@@ -26,6 +26,12 @@ impl Options {
     /// The options in `settings`, checked.
     pub fn of(settings: &NodeSettings) -> Result<Self, Error> {
         let own: Self = settings.options.parse()?;
+        require(
+            own.separation || settings.scheme != super::ONESIDEDMW_PAPER,
+            "separation",
+            own.separation,
+            "the chain of onesidedmw-paper needs an Alloc QP of its own",
+        )?;
         let budget = &own.budget;
         require(
             own.separation || !budget.is_set(),

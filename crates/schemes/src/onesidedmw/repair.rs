@@ -4,6 +4,8 @@
 //!   REFUSED and the requests after it with AGAIN, and rewrites the chain. A client with many
 //!   refused frees is rate-limited ([`paced`](scheme::NodeSettings::paced)); no other client
 //!   waits.
+//! - In scheme `onesidedmw-paper`, an allocation from an empty queue stops its worker. The CPU
+//!   answers the requests in flight with EMPTY, and posts the chain again.
 //! - A worker that stopped elsewhere holds resources. No client can cause this; if it happens, the
 //!   CPU returns the resources and closes the client's management connection.
 //! - A closed management connection leaves nothing behind: requests in flight are executed to the
@@ -22,7 +24,7 @@ use super::layout::{entry, reply, status};
 use super::node::Node;
 use super::program::REPLY_BLOCKS;
 use super::program::staging_offset;
-use super::{alloc_chain, free_chain};
+use super::{alloc_chain, free_chain, published_chain};
 use crate::chain::in_flight::InFlight;
 use crate::chain::queues::ChainQueues;
 use crate::chain::reclaimer::{Task, Urgency};
@@ -40,6 +42,9 @@ impl<N: DirectNic> Node<N> {
             self.clients.insert(client, c);
             result?;
         }
+        if std::mem::take(&mut self.found_empty) && self.free_chunks()? <= 0 {
+            self.broadcast(true);
+        }
         Ok(any)
     }
 
@@ -50,6 +55,18 @@ impl<N: DirectNic> Node<N> {
     ) -> Result<(), Error> {
         if c.management != Management::Open || c.queues().all(|d| d.stopped.is_none()) {
             return Ok(());
+        }
+        if self.memory.shape.published
+            && let Some(at) = c.allocs[0].stopped
+        {
+            let stop = published_chain::stopped_at(&self.memory, &c.allocs[0], at);
+            if stop.empty {
+                self.repair_alloc(c, stop.request)?;
+                self.found_empty = true;
+                if c.free.stopped.is_none() {
+                    return Ok(());
+                }
+            }
         }
         if c.allocs.iter().all(|d| d.stopped.is_none())
             && let Some(at) = c.free.stopped
@@ -74,6 +91,27 @@ impl<N: DirectNic> Node<N> {
         }
         c.notify = true;
         self.close(client, c)
+    }
+
+    /// Answers the requests of a published chain that found the queue empty, and posts their WQEs
+    /// again. The head has passed the slots of these requests, and stays.
+    ///
+    /// No request can arrive in the meantime, as in [`Node::repair_free`].
+    fn repair_alloc(&mut self, c: &mut Connection<N>, failed: u64) -> Result<(), Error> {
+        let (d, guard) = (&mut c.allocs[0], c.free.worker.qpn());
+        let taken = d.front.progress()?.recv_consumer;
+        d.front.enable_recv(taken)?;
+        let received = (d.front.progress()?.recv_consumer & 0xffff) + (1 << 16);
+        let unanswered = received.wrapping_sub(d.first).wrapping_sub(failed as u32) & 0xffff;
+        for request in received - unanswered..received {
+            let at = staging_offset(Slot::of_request(request, d.credits)) + reply::STATUS;
+            d.staging.memory().write(at, &[status::EMPTY]);
+        }
+        d.count = self.nic.cq_count(&d.requests)?;
+        d.first = received;
+        self.arm_alloc(d, guard)?;
+        d.front.enable_send((published_chain::REPLY_BLOCKS * received) as u16)?;
+        Ok(d.front.enable_recv(received + d.credits)?)
     }
 
     /// Time until the next deferred repair of a free chain.
@@ -187,9 +225,8 @@ impl<N: DirectNic> Node<N> {
             return Ok(false);
         }
         c.reclaiming = self.return_held(c, Urgency::Now)?;
-        let who = (self.settings.credits, client.0 as u64);
         for d in &c.allocs {
-            for entry in undelivered(&self.nic, &self.memory, d, who)? {
+            for entry in undelivered(&self.nic, &self.memory, d, client.0.into())? {
                 self.memory.disown(entry);
                 self.reclaimer.add(Task::Release(entry), Urgency::Now);
                 c.reclaiming.push(entry);
@@ -229,12 +266,14 @@ impl<N: DirectNic> Node<N> {
         c: &Connection<N>,
         urgency: Urgency,
     ) -> Result<Vec<EntryId>, Error> {
-        let credits = self.settings.credits;
         let mut held: Vec<InFlight> = Vec::new();
         for d in &c.allocs {
             if let Some(at) = d.stopped {
                 let ring = d.worker.send_ring();
-                held.push(alloc_chain::held_resources(&self.memory, &ring, at, credits));
+                held.push(match self.memory.shape.published {
+                    true => published_chain::held_resources(&self.memory, &ring, at),
+                    false => alloc_chain::held_resources(&self.memory, &ring, at, d.credits),
+                });
             }
         }
         if let Some(at) = c.free.stopped {

@@ -42,8 +42,8 @@ impl Case {
         }
     }
 
-    /// Cases in which all invariants hold: every scheme, and `onesidedmw` without separation and
-    /// without grouping.
+    /// Cases in which all invariants hold: every scheme but `onesidedmw-paper`, and `onesidedmw`
+    /// without separation and without grouping.
     pub const ALL: &[Case] = &[
         Self::of(schemes::ONESIDEDMW),
         Case {
@@ -92,6 +92,14 @@ impl Case {
         ..Self::of(schemes::FINEMEM_PAPER)
     };
 
+    /// `onesidedmw-paper`: a window keeps its key, and an empty queue loses chunks.
+    pub const PUBLISHED_CHAIN: Case = Case {
+        unsafe_by_design: Some(
+            "keys are granted again, and an allocation from an empty queue loses a chunk",
+        ),
+        ..Self::of(schemes::ONESIDEDMW_PAPER)
+    };
+
     /// `shared-region` with hostile clients: the one key opens all memory.
     pub const ONE_KEY: Case = Case {
         name: "shared-region-abused",
@@ -105,7 +113,13 @@ impl Case {
         Case { name: "finemem-sizes", sizes: true, ..Self::of(schemes::FINEMEM) };
 
     fn every() -> impl Iterator<Item = &'static Case> {
-        let others = [&Self::GUESSED, &Self::LATE_KEYS, &Self::ONE_KEY, &Self::SIZES];
+        let others = [
+            &Self::PUBLISHED_CHAIN,
+            &Self::GUESSED,
+            &Self::LATE_KEYS,
+            &Self::ONE_KEY,
+            &Self::SIZES,
+        ];
         Self::ALL.iter().chain(others)
     }
 

@@ -233,13 +233,13 @@ impl NodeView {
         // too.
         let slots = 0..memory.shape.slots() as usize;
         let mut free = Vec::new();
-        for value in slots.map(|at| memory.queue.memory().load_be64(at * 8)).filter(|v| *v != 0) {
+        for value in slots.map(|slot| memory.slot_value(slot)).filter(|v| *v != 0) {
             let entry = memory.entry_of(value);
             let entry = entry.ok_or("the free queue contains a value that names no entry")?;
             free.push(entry.raw());
         }
         let permits = memory.permits();
-        if permits > free.len() as i64 {
+        if permits > free.len() as i64 && !memory.shape.published {
             let entries = free.len();
             return Err(format!("{permits} permits exist for {entries} entries in the free queue"));
         }

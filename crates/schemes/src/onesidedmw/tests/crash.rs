@@ -8,6 +8,7 @@ use rnic::port::inline::{InlineFunction, InlineNic};
 use verbs::DmaMemory;
 
 use super::super::connection::Management;
+use super::super::{ONESIDEDMW, ONESIDEDMW_PAPER};
 use super::*;
 
 const CHUNKS: u64 = 6;
@@ -72,9 +73,9 @@ const FLIGHTS: [Flight; 5] =
     [Flight::Allocation, Flight::Free, Flight::Both, Flight::Empty, Flight::Full];
 
 impl Scene {
-    fn new(group_size: u32, flight: Flight) -> Self {
+    fn new(scheme: Scheme, group_size: u32, flight: Flight) -> Self {
         let stepper = Stepper::new();
-        let settings = settings(CHUNKS, group_size, 4);
+        let settings = NodeSettings { scheme, ..settings(CHUNKS, group_size, 4) };
         let mut node = Node::new(stepper.physical(), settings.clone()).unwrap();
         let function = stepper.nic.function(FunctionLimits::default()).unwrap();
         let own = SoftNic::new(Function::Inline(function.clone()));
@@ -205,13 +206,22 @@ fn variants() -> Vec<(u32, usize)> {
 
 /// Runs `trouble` after every number of WQEs, until the NIC has no more to execute.
 fn after_every_step(trouble: impl Fn(Scene, usize)) {
+    let scenes = after_every_step_of(ONESIDEDMW, &FLIGHTS, trouble);
+    assert!(scenes > 300, "{scenes}");
+}
+
+fn after_every_step_of(
+    scheme: Scheme,
+    flights: &[Flight],
+    trouble: impl Fn(Scene, usize),
+) -> usize {
     let mut scenes = 0;
     for (group, wqes) in variants() {
-        for flight in FLIGHTS {
+        for &flight in flights {
             // Only every third step of the long scenes, except in the full test.
             let long = flight == Flight::Full && std::env::var_os("GRANARY_TEST_FULL").is_none();
             for k in (wqes % 3..).step_by(if long { 3 } else { 1 }) {
-                let scene = Scene::new(group, flight);
+                let scene = Scene::new(scheme, group, flight);
                 let whole = scene.stepper.run(k) < k;
                 let result =
                     std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| trouble(scene, wqes)));
@@ -226,6 +236,30 @@ fn after_every_step(trouble: impl Fn(Scene, usize)) {
             }
         }
     }
+    scenes
+}
+
+/// Flights that find no empty queue, where the published chain loses nothing.
+#[test]
+fn published_chain_ends_at_any_step_and_nothing_is_lost() {
+    let flights = [Flight::Allocation, Flight::Both];
+    let retires = |mut scene: Scene, wqes| {
+        scene.node.retire(ClientId(1)).unwrap();
+        scene.pump(wqes, |s| s.node.is_retired(ClientId(1)));
+        scene.check_whole();
+    };
+    let stops = |scene: Scene, wqes| {
+        scene.stop(0);
+        retires(scene, wqes);
+    };
+    let recovers = |scene: Scene, wqes| {
+        scene.stop(0);
+        survive(scene, wqes);
+    };
+    let scenes = after_every_step_of(ONESIDEDMW_PAPER, &flights, retires)
+        + after_every_step_of(ONESIDEDMW_PAPER, &flights, stops)
+        + after_every_step_of(ONESIDEDMW_PAPER, &flights, survive)
+        + after_every_step_of(ONESIDEDMW_PAPER, &flights, recovers);
     assert!(scenes > 300, "{scenes}");
 }
 
@@ -357,7 +391,7 @@ fn survive(mut scene: Scene, wqes: usize) {
 #[test]
 fn chunk_being_reclaimed_cannot_be_freed_twice() {
     for k in 0..40 {
-        let mut scene = Scene::new(3, Flight::Empty);
+        let mut scene = Scene::new(ONESIDEDMW, 3, Flight::Empty);
         // Two chunks are free; they are granted, and the replies are lost.
         let [x, y] = [scene.held[2].entry, scene.held[1].entry];
         scene.settle();

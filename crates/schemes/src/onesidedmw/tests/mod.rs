@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use rnic::nic::SoftNic;
 use scheme::index::EntryId;
-use scheme::{ClientId, ConnectRequest, GroupId, Lane, NodeScheme, NodeSettings, bulletin};
+use scheme::{ClientId, ConnectRequest, GroupId, Lane, NodeScheme, NodeSettings, Scheme, bulletin};
 use verbs::{
     Access, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, Nic, Op, QpAttr, QpChange,
     QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
@@ -18,6 +18,7 @@ use super::{Node, Options};
 
 mod crash;
 mod limits;
+mod published;
 mod refused;
 
 type Qp = <SoftNic as Nic>::Qp;
