@@ -43,11 +43,25 @@ pub struct Contender {
 
 const STATIC_MR: Contender = of("static-mr", schemes::STATIC_MR);
 const ONESIDEDMW: Contender = of("onesidedmw", schemes::ONESIDEDMW);
+/// Simulated only, because it is unsafe.
+const ONESIDEDMW_PAPER: Contender = of("onesidedmw-paper", schemes::ONESIDEDMW_PAPER);
 const RPC_MW_1: Contender = of("rpc-mw-1", schemes::RPC_MW_1);
 const RPC_MW_2: Contender = of("rpc-mw-2", schemes::RPC_MW_2);
 
 const fn of(name: &'static str, scheme: Scheme) -> Contender {
     Contender { name, scheme, cores: 1 }
+}
+
+impl Contender {
+    /// True if the scheme's chain, or the one that re-arms itself, is that of OneSidedMW.
+    fn is_onesidedmw(&self) -> bool {
+        [ONESIDEDMW, ONESIDEDMW_PAPER].contains(self)
+    }
+
+    /// True if the contender can run on this machine: it is safe, and needs one core.
+    fn runs_here(&self) -> bool {
+        *self != ONESIDEDMW_PAPER && self.cores == 1
+    }
 }
 
 /// A measured point.

@@ -5,8 +5,8 @@ use pool::schemes;
 use units::Size;
 
 use super::{
-    BLOCK_BYTES, Contender, Measured, ONESIDEDMW, Point, RPC_MW_2, STATIC_BYTES, STATIC_MR, of,
-    show,
+    BLOCK_BYTES, Contender, Measured, ONESIDEDMW, ONESIDEDMW_PAPER, Point, RPC_MW_2, STATIC_BYTES,
+    STATIC_MR, of, show,
 };
 use crate::Error;
 use crate::kv::workload::Workload;
@@ -57,6 +57,8 @@ const LINES: &[(Contender, u64)] = &[
     (STATIC_MR, STATIC_BYTES),
     (ONESIDEDMW, 8 << 10),
     (ONESIDEDMW, 4 << 10),
+    (ONESIDEDMW_PAPER, 8 << 10),
+    (ONESIDEDMW_PAPER, 4 << 10),
     (RPC_MW_2, 8 << 10),
     (RPC_MW_2, 4 << 10),
     (UNLIMITED, 8 << 10),
@@ -72,10 +74,9 @@ fn threads(run: &Run<'_>) -> &'static [u32] {
     }
 }
 
-/// This machine has too few cores for 24.
 fn lines(run: &Run<'_>) -> impl Iterator<Item = (Contender, u64)> + use<> {
     let simulated = run.testbed.simulated();
-    LINES.iter().copied().filter(move |(contender, _)| simulated || contender.cores == 1)
+    LINES.iter().copied().filter(move |(contender, _)| simulated || contender.runs_here())
 }
 
 /// The measurements of a line, one for each number of threads.
@@ -135,6 +136,13 @@ fn run(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
     let (eight, four) = (peak(ONESIDEDMW, 8 << 10), peak(ONESIDEDMW, 4 << 10));
     ratio("onesidedmw over static-mr, 8KiB: peak", eight / base, "osmw.scale.8k");
     ratio("onesidedmw over static-mr, 4KiB: peak", four / base, "osmw.scale.4k");
+    if let (Some(eight), Some(four)) =
+        (line(ONESIDEDMW_PAPER, 8 << 10), line(ONESIDEDMW_PAPER, 4 << 10))
+    {
+        let (eight, four) = (eight.peak() / base, four.peak() / base);
+        ratio("onesidedmw-paper over static-mr, 8KiB: peak", eight, "osmw.scale.8k");
+        ratio("onesidedmw-paper over static-mr, 4KiB: peak", four, "osmw.scale.4k");
+    }
     let (rpc_eight, rpc_four) = (peak(RPC_MW_2, 8 << 10), peak(RPC_MW_2, 4 << 10));
     ratio("rpc-mw over static-mr, 4KiB: peak", rpc_four / base, "rpcmw.scale.4k");
     let over = (eight / rpc_eight).max(four / rpc_four);

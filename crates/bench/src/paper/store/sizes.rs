@@ -4,8 +4,8 @@
 use units::Size;
 
 use super::{
-    BLOCK_BYTES, Contender, Measured, ONESIDEDMW, Point, RPC_MW_1, RPC_MW_2, STATIC_BYTES,
-    STATIC_MR, show,
+    BLOCK_BYTES, Contender, Measured, ONESIDEDMW, ONESIDEDMW_PAPER, Point, RPC_MW_1, RPC_MW_2,
+    STATIC_BYTES, STATIC_MR, show,
 };
 use crate::Error;
 use crate::kv::workload::Workload;
@@ -51,7 +51,7 @@ const BLOCKS: &[u64] = &[256, BLOCK_BYTES];
 const CHUNKS: &[u64] = &[512, 1 << 10, 2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10];
 const CHUNKS_QUICK: &[u64] = &[2 << 10, 4 << 10, 8 << 10, 32 << 10];
 /// The schemes beside Static-MR.
-const FINE: &[Contender] = &[ONESIDEDMW, RPC_MW_1, RPC_MW_2];
+const FINE: &[Contender] = &[ONESIDEDMW, ONESIDEDMW_PAPER, RPC_MW_1, RPC_MW_2];
 /// The workloads.
 const WORKLOADS: [Workload; 2] = [Workload::FillSync, Workload::Mixed];
 
@@ -69,6 +69,11 @@ fn chunks(run: &Run<'_>, block: u64) -> impl Iterator<Item = u64> {
     all.iter().copied().filter(move |chunk| *chunk >= 2 * block)
 }
 
+fn fine(run: &Run<'_>) -> impl Iterator<Item = Contender> {
+    let simulated = run.testbed.simulated();
+    FINE.iter().copied().filter(move |contender| simulated || contender.runs_here())
+}
+
 fn groups(run: &Run<'_>) -> Vec<(Workload, u64)> {
     let of = |workload| blocks(run, workload).iter().map(move |block| (workload, *block));
     WORKLOADS.into_iter().flat_map(of).collect()
@@ -76,7 +81,7 @@ fn groups(run: &Run<'_>) -> Vec<(Workload, u64)> {
 
 fn steps(run: &Run<'_>) -> usize {
     let groups = groups(run);
-    groups.iter().map(|(_, block)| 1 + FINE.len() * chunks(run, *block).count()).sum()
+    groups.iter().map(|(_, block)| 1 + fine(run).count() * chunks(run, *block).count()).sum()
 }
 
 /// Numbers of a scheme at a size of chunks.
@@ -104,16 +109,16 @@ fn run(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
         let base = point(STATIC_MR, STATIC_BYTES).measure(run, results, &what)?;
         let mut fine: Vec<Fine> = Vec::new();
         for chunk_bytes in chunks(run, block_bytes) {
-            for contender in FINE {
+            for contender in self::fine(run) {
                 let what = format!("{group}, {}, {}", contender.name, Size(chunk_bytes));
-                let point = point(*contender, chunk_bytes);
+                let point = point(contender, chunk_bytes);
                 let measured = point.measure(run, results, &what)?;
                 ratios(run, results, &what, &point, &base, &measured);
-                fine.push((*contender, chunk_bytes, measured));
+                fine.push((contender, chunk_bytes, measured));
             }
         }
         for (_, chunk, ours) in fine.iter().filter(|(c, ..)| *c == ONESIDEDMW) {
-            let rpc = fine.iter().filter(|(c, other, _)| *c != ONESIDEDMW && other == chunk);
+            let rpc = fine.iter().filter(|(c, other, _)| !c.is_onesidedmw() && other == chunk);
             over_rpc.extend(rpc.map(|(_, _, rpc)| ours.rate_per_s / rpc.rate_per_s));
         }
         if workload == Workload::FillSync && block_bytes == BLOCK_BYTES {
@@ -172,13 +177,16 @@ fn tails(run: &Run<'_>, results: &mut Results, base: &Measured, fine: &[Fine]) {
         found.map_or(f64::NAN, |(.., measured)| measured.p99_us)
     };
     let extreme = |all: &mut dyn Iterator<Item = f64>| all.fold(0.0, f64::max);
-    let added = fine.iter().filter(|(c, ..)| *c == ONESIDEDMW);
-    let added = extreme(&mut added.map(|(.., measured)| measured.p99_us - base.p99_us));
-    let setting = run.setting(ONESIDEDMW.name).with("over", STATIC_MR.name);
-    let record: Record = results.record(&setting, "latency_added_us", Unit::Us).mean(added);
-    results.claimed("onesidedmw: added to static-mr's p99, at most", record, "osmw.kv.p99.added");
+    for contender in self::fine(run).filter(Contender::is_onesidedmw) {
+        let added = fine.iter().filter(|(c, ..)| *c == contender);
+        let added = extreme(&mut added.map(|(.., measured)| measured.p99_us - base.p99_us));
+        let setting = run.setting(contender.name).with("over", STATIC_MR.name);
+        let record: Record = results.record(&setting, "latency_added_us", Unit::Us).mean(added);
+        let what = format!("{}: added to static-mr's p99, at most", contender.name);
+        results.claimed(what, record, "osmw.kv.p99.added");
+    }
 
-    let rpc = || fine.iter().filter(|(c, ..)| *c != ONESIDEDMW);
+    let rpc = || fine.iter().filter(|(c, ..)| !c.is_onesidedmw());
     let setting = run.setting("rpc-mw").with("over", ONESIDEDMW.name);
     let saturated = extreme(&mut rpc().map(|(_, chunk, rpc)| rpc.p99_us / ours(*chunk)));
     let record = results.record(&setting, "latency_ratio", Unit::Ratio);
