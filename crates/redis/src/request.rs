@@ -125,7 +125,7 @@ pub fn single(input: &[u8], name: &[u8]) -> Option<(Range<usize>, usize)> {
 /// The content of the bulk string at `start`, and the offset behind its line end.
 fn bulk(input: &[u8], start: usize) -> Option<(Range<usize>, usize)> {
     let digits = input.get(start..)?.strip_prefix(b"$")?;
-    // More digits are left to the parser.
+    // Only the parser reads longer numbers.
     let count = memchr(b'\r', &digits[..digits.len().min(6)])?;
     let len = usize::try_from(parse_i64(&digits[..count])?).ok()?;
     let begin = start + 1 + count + 2;

@@ -28,7 +28,7 @@ const BLOCK_MAX: usize = 4 << 10;
 /// A key that was looked up ahead.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Early {
-    /// The look-up was left to the read itself.
+    /// Not looked up: the read itself does that.
     Unknown,
     /// The key was not there.
     Missing,
@@ -163,7 +163,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         }
         for (at, key, table, candidate) in candidates {
             let start = candidate.range.start;
-            // Another key with the same tag is left to the read itself.
+            // The slot has another key with the same tag, so the read itself decides.
             let Some(hit) = self.compare(&key, Want::Value, candidate, &ahead.bytes)? else {
                 continue;
             };
