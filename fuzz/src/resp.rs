@@ -6,7 +6,7 @@
 use redis_formats::acl::User;
 use redis_formats::command::{keys, lookup, reply};
 use redis_formats::reply::{self, BadReply, Protocol, ReplyParser, Writer};
-use redis_formats::request::{Limits, Parser, ProtocolError};
+use redis_formats::request::{self, Limits, Parser, ProtocolError};
 use redis_formats::{conf, glob, number, words};
 
 use crate::Input;
@@ -92,6 +92,13 @@ pub fn run(bytes: &[u8]) {
     let (commands, error) = requests(rest, rest.len().max(1), authenticated);
     assert_eq!((commands.clone(), error), requests(rest, part, authenticated));
     assert_eq!(replies(rest, rest.len().max(1)), replies(rest, part));
+    if let Some((argument, len)) = request::single(rest, b"get")
+        && argument.len() <= REQUESTS.bulk
+    {
+        let (commands, error) = requests(&rest[..len], len, true);
+        assert_eq!((commands.len(), error), (1, None));
+        assert_eq!(commands[0][1..], [rest[argument].to_vec()]);
+    }
     let mut user = User::new(b"u");
     commands.iter().for_each(|command| use_command(command, &mut user));
     if let Ok(words) = words::split(rest) {
