@@ -254,6 +254,32 @@ const FILL: &str = "SET a 1\nSET b 70000\nSET c -5\nSET d 123456789012\nSET e \"
     \"v\\x00\"\nSET f x EXAT 32503680000\nSETRANGE g 5000 x\nSETRANGE h 300000 y\nSELECT 9\nSET a \
     in9\nSELECT 0";
 
+/// A full pool has chunks of the old length only: blocks move together for values of a new length.
+#[test]
+fn values_of_new_lengths_evict_few_keys_of_a_full_pool() {
+    let mut pair = Pair::of_ours(Ours::start_over(8 << 20, None));
+    pair.connect("2");
+    pair.ask_one(1, "CONFIG SET maxmemory-policy allkeys-random");
+    let field = |pair: &mut Pair, name: &str| {
+        let info = String::from_utf8(pair.ask_one(1, "INFO")).unwrap();
+        let line = info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        line.unwrap().trim().parse::<u64>().unwrap()
+    };
+    for round in 0..6 {
+        let value = "x".repeat(100 + 700 * round);
+        for key in 0..(12 << 20) / value.len() {
+            let set = format!("SET {round}:{key} {value}");
+            assert_eq!(pair.ask_one(1, &set), b"+OK\r\n");
+            if key % 97 == 0 {
+                pair.ask_one(1, &format!("DEL {round}:{}", key / 2));
+            }
+        }
+        let used = field(&mut pair, "used_memory") * 100 / field(&mut pair, "used_memory_rss");
+        assert!(used > 65, "{used} % of the chunks are used after values of {} B", value.len());
+    }
+    assert!(field(&mut pair, "evicted_keys") > 1000);
+}
+
 fn dump(pair: &mut Pair, which: usize) -> Vec<Vec<u8>> {
     let mut all = Vec::new();
     for line in

@@ -79,6 +79,8 @@ pub(crate) struct State {
     pub(super) is_save_begun: AtomicBool,
     /// Wakes the work in the background.
     pub(super) bell: Mutex<Option<Waker>>,
+    /// A task moves blocks together.
+    pub(super) is_compacting: AtomicBool,
 }
 
 impl Default for State {
@@ -91,7 +93,24 @@ impl Default for State {
             saves: Saves::default(),
             is_save_begun: AtomicBool::new(false),
             bell: Mutex::default(),
+            is_compacting: AtomicBool::new(false),
         }
+    }
+}
+
+/// A flag that one task sets until the value is dropped.
+pub(super) struct Alone<'a>(&'a AtomicBool);
+
+impl<'a> Alone<'a> {
+    /// Sets the flag. `None`: another task has set the flag.
+    pub fn new(flag: &'a AtomicBool) -> Option<Self> {
+        (!flag.swap(true, Ordering::AcqRel)).then_some(Self(flag))
+    }
+}
+
+impl Drop for Alone<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
     }
 }
 

@@ -11,6 +11,7 @@ use verbs::Nic;
 
 use super::Data;
 use super::save::points;
+use super::state::Alone;
 use crate::server::Server;
 use crate::worker::Worker;
 
@@ -24,6 +25,9 @@ const SWEEPS: usize = 64;
 const EVICTIONS: usize = 64;
 /// Interval of the compaction, if there is nothing to move.
 const COMPACTION: Duration = Duration::from_secs(1);
+/// In a full pool blocks move together if the unused part of the chunks is more than this, in
+/// percent of the used part.
+const FULL_PERCENT: u64 = 25;
 /// A chunk is emptied if less than this part of it, in percent, is live.
 const SPARSE_PERCENT: u32 = 80;
 
@@ -41,6 +45,11 @@ fn policy(server: &Server) -> Option<(Candidates, Eviction)> {
         _ => Eviction::LeastUsed,
     };
     Some((candidates, eviction))
+}
+
+/// The bytes of chunks that no block uses.
+fn unused(usage: &kv::blocks::Usage) -> u64 {
+    usage.held.saturating_sub(usage.live + usage.limbo)
 }
 
 impl<N: Nic> Data<N> {
@@ -87,9 +96,20 @@ impl<N: Nic> Data<N> {
         is_evicted
     }
 
-    /// Makes room in a full pool: gives free blocks back, or evicts a key. Returns whether another
-    /// attempt to allocate may succeed.
+    /// Makes room in a full pool: moves blocks together, gives free blocks back, or evicts a key.
+    /// Returns whether another attempt to allocate may succeed.
+    ///
+    /// Without the moves, values of new lengths would evict nearly all keys: a chunk has blocks of
+    /// one length, and is empty only when its last block is freed.
     pub(super) async fn free_something(&self, worker: &Worker) -> bool {
+        if self.unused_percent() > FULL_PERCENT && self.compact_alone(worker).await {
+            // The places that blocks have left are free when two epochs have passed.
+            for _ in 0..3 {
+                let _ = self.store.blocks().tend().await;
+                worker.yield_now().await;
+            }
+            return true;
+        }
         let limbo = self.store.blocks().usage().limbo;
         let is_evicted = self.evict(worker).await;
         let is_tended = self.store.blocks().tend().await.is_ok();
@@ -145,6 +165,26 @@ impl<N: Nic> Data<N> {
         Ok(())
     }
 
+    /// The bytes of chunks that no block uses, in percent of those that blocks use.
+    fn unused_percent(&self) -> u64 {
+        let usage = self.store.blocks().usage();
+        unused(&usage).saturating_mul(100) / usage.live.max(1)
+    }
+
+    /// Moves blocks together, or waits a little for the task that does so. Returns whether blocks
+    /// move.
+    async fn compact_alone(&self, worker: &Worker) -> bool {
+        let Some(_alone) = Alone::new(&self.state.is_compacting) else {
+            worker.wait(Duration::from_millis(1)).await;
+            return true;
+        };
+        let moved = self.store.compact(SPARSE_PERCENT).await;
+        moved.unwrap_or_else(|error| {
+            tracing::warn!(%error, "moving blocks together failed");
+            0
+        }) > 0
+    }
+
     /// Moves blocks together if chunks hold much more than the blocks need (`activedefrag`).
     /// Returns the pause until the next call: while blocks move, the calls take at most
     /// `active-defrag-cycle-max` percent of the time.
@@ -153,13 +193,11 @@ impl<N: Nic> Data<N> {
         if !server.config.is("activedefrag", "yes") {
             return Ok(COMPACTION);
         }
-        let usage = self.store.blocks().usage();
-        let unused = usage.held.saturating_sub(usage.live + usage.limbo);
-        let percent = unused.saturating_mul(100) / usage.live.max(1);
-        let is_worth = unused > server.config.number("active-defrag-ignore-bytes")
-            && percent > server.config.number("active-defrag-threshold-lower");
+        let is_worth = unused(&self.store.blocks().usage())
+            > server.config.number("active-defrag-ignore-bytes")
+            && self.unused_percent() > server.config.number("active-defrag-threshold-lower");
         let start = worker.elapsed_ns();
-        if !is_worth || self.store.compact(SPARSE_PERCENT).await? == 0 {
+        if !is_worth || !self.compact_alone(worker).await {
             return Ok(COMPACTION);
         }
         let took = Duration::from_nanos(worker.elapsed_ns() - start);

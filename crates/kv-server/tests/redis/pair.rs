@@ -78,6 +78,11 @@ pub struct Ours {
 
 impl Ours {
     pub fn start(file: Option<&Path>) -> Self {
+        Self::start_over(256 << 20, file)
+    }
+
+    /// Starts our server with a pool of `donate_bytes`.
+    pub fn start_over(donate_bytes: u64, file: Option<&Path>) -> Self {
         let directory = directory(file);
         let config = Config::default();
         let (port, path) = (free_port().to_string(), directory.path().to_str().unwrap().to_owned());
@@ -90,8 +95,7 @@ impl Ours {
         ] {
             assert!(config.set_at_start(name, &[value.as_bytes()]).unwrap());
         }
-        let settings =
-            pool::Settings { donate_bytes: 256 << 20, chunk_bytes: 64 << 10, ..Default::default() };
+        let settings = pool::Settings { donate_bytes, chunk_bytes: 64 << 10, ..Default::default() };
         let pool = Pool::embedded(settings).unwrap();
         let data = Data::create(pool, heap::Settings::default(), kv::Settings::default()).unwrap();
         let running = Setup { config, ..Setup::default() }.start(Arc::new(data)).unwrap();

@@ -37,7 +37,7 @@ const FEW: usize = 4;
 const LISTS: usize = 3;
 
 /// Sparse chunks that one compaction empties in each group, or a quarter of them if that is more:
-/// each compaction looks at all slots once.
+/// each compaction looks at all slots once. At least half of them stay, and take the blocks.
 const SPARSE_CHUNKS: usize = 64;
 
 /// The memory of a pool, as a store uses it. Clones share the heap.
@@ -379,9 +379,8 @@ impl<N: Nic> Blocks for PoolMemory<N> {
         for group in groups.filter(|group| !self.shared.nodes.node_of(*group).is_gone()) {
             let most = f64::from(share) / 100.0;
             let sparse = heap.sparse(group, most, usize::MAX).unwrap_or_default();
-            let taken = SPARSE_CHUNKS.max(sparse.len() / 4);
-            // One sparse chunk of a group has no other to move its blocks to.
-            for chunk in sparse.iter().take(taken).filter(|_| sparse.len() > 1) {
+            let taken = SPARSE_CHUNKS.max(sparse.len() / 4).min(sparse.len() / 2);
+            for chunk in &sparse[..taken] {
                 if heap.evacuate(chunk.place).is_ok() {
                     leaving.insert(Place::of(chunk.place.raw()));
                 }

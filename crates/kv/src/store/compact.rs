@@ -7,7 +7,7 @@ use std::task::Poll;
 use super::Store;
 use super::image::slots_of;
 use super::trips::{Operation, Trip};
-use crate::blocks::Blocks;
+use crate::blocks::{Blocks, NoBlock};
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::hash::KeyHash;
@@ -40,6 +40,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     /// number of blocks moved.
     ///
     /// Values in pieces, subtables and directories stay: their chunks take blocks again afterwards.
+    /// So do blocks for which a full pool has no room; others may find room.
     /// Other tasks of the thread run between subtables, and after some blocks.
     pub async fn compact(&self, share: u32) -> Result<usize, Error> {
         self.check()?;
@@ -56,10 +57,19 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
 
     async fn move_all(&self) -> Result<usize, Error> {
         let mut moved = 0;
+        // Lengths of blocks for which the pool has no room.
+        let mut is_full = [false; 256];
         for database in &self.databases {
             for table in database.tables() {
                 for (at, (word, tag)) in self.leaving(&table).await?.into_iter().enumerate() {
-                    moved += usize::from(self.move_block(&table, word, tag).await?);
+                    let is_full = &mut is_full[usize::from(word.length)];
+                    if *is_full {
+                        continue;
+                    }
+                    match self.move_block(&table, word, tag).await {
+                        Err(Error::NoBlock(NoBlock::Full)) => *is_full = true,
+                        result => moved += usize::from(result?),
+                    }
                     if at % MOVES == MOVES - 1 {
                         give_way().await;
                     }
