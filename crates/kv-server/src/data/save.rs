@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io::{BufReader, BufWriter};
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use kv::{Expiry, SetOptions};
 use redis_formats::rdb::{Event, Limits, Meta, Options, Reader, Value, Writer};
@@ -54,8 +55,17 @@ impl Target {
         Ok(Self { writer, temporary, path })
     }
 
-    /// Ends the file, and gives it its name.
-    fn finish(self) -> Result<(), String> {
+    /// Ends the file, and gives it its name. A thread of its own waits for the disk, which takes a
+    /// second for a GiB.
+    async fn finish(self, worker: &Worker) -> Result<(), String> {
+        let ending = std::thread::spawn(|| self.finish_blocking());
+        while !ending.is_finished() && !worker.server.is_ending() {
+            worker.wait(Duration::from_millis(2)).await;
+        }
+        ending.join().unwrap_or_else(|_| Err("writing the file: its thread has ended".to_owned()))
+    }
+
+    fn finish_blocking(self) -> Result<(), String> {
         let error = |cause: &dyn std::fmt::Display| {
             format!("writing {}: {cause}; check the disk", self.path.display())
         };
@@ -111,7 +121,7 @@ impl<N: Nic> Data<N> {
             let _ = std::fs::remove_file(&target.temporary);
             return Err(error);
         }
-        target.finish()
+        target.finish(worker).await
     }
 
     async fn write_databases(&self, worker: &Worker, target: &mut Target) -> Result<(), String> {
