@@ -29,6 +29,8 @@ use crate::{connection, cron, duties};
 const EVENTS_MAX: usize = 256;
 /// Turns without a look at the sockets, while tasks are ready.
 const TURNS_MAX: u32 = 64;
+/// Time without a look at the sockets, while tasks are ready.
+const LOOK_NS: u64 = 1_000_000;
 /// Longest wait for the pool, after which sockets are looked at.
 const PARK: Duration = Duration::from_millis(1);
 /// Interval of the periodic work.
@@ -145,7 +147,7 @@ pub(crate) fn run<K: Keyspace>(
     let mut poller = Poller::new(epoll);
     let alarm = Alarm { event: inbox.event().waker(), thread: thread_waker() };
     let mut tasks = Tasks::new(Arc::new(alarm).into());
-    let (mut turns, mut cron_ns, mut is_ended) = (0_u32, 0, false);
+    let (mut turns, mut looked_ns, mut cron_ns, mut is_ended) = (0_u32, 0, 0, false);
     let mut cron = cron::Cron::default();
     let mut ended = Vec::new();
     loop {
@@ -167,7 +169,9 @@ pub(crate) fn run<K: Keyspace>(
         }
         let completed = store.poll();
         turns = turns.wrapping_add(1);
-        let looks = turns.is_multiple_of(TURNS_MAX);
+        // A task that works for long in each turn must not delay the sockets by many turns.
+        let is_due = worker.elapsed_ns() - looked_ns >= LOOK_NS;
+        let looks = turns.is_multiple_of(TURNS_MAX) || is_due;
         if completed > 0 && !looks {
             continue;
         }
@@ -183,6 +187,7 @@ pub(crate) fn run<K: Keyspace>(
         }
         poller.dispatch(inbox);
         worker.tick();
+        looked_ns = worker.now_ns();
         worker.timers.fire(worker.now_ns());
         if worker.now_ns() >= cron_ns {
             cron_ns = worker.now_ns() + CRON_NS;
