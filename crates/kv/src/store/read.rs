@@ -104,14 +104,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     /// The expiry of a key in milliseconds since 1970; 0: none. `None`: the key is not there. The
     /// call is no use of the key.
     pub async fn expiry(&self, db: u8, key: &[u8]) -> Result<Option<u64>, Error> {
-        let key = self.key(db, key)?;
-        let ticket = self.ticket(&key, Hold::Shared);
-        ticket.valid().await;
-        let trip = self.trip(Operation::Exists);
-        let _pin = self.blocks.pin();
-        let mut buffer = self.buffers.take();
-        let found = self.find(&trip, &key, Want::Presence, &mut buffer).await?;
-        Ok(found.map(|(_, hit)| hit.expiry))
+        self.inspect(db, key, |_, hit| hit.expiry).await
     }
 
     /// Returns the measure of a key's uses, for OBJECT IDLETIME and OBJECT FREQ.
@@ -120,18 +113,12 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     /// of 8; with [`Measure::Frequency`](super::Measure::Frequency) the logarithmic count. The call
     /// is no use. `None`: the key is not there.
     pub async fn worth(&self, db: u8, key: &[u8]) -> Result<Option<u64>, Error> {
-        let key = self.key(db, key)?;
-        let ticket = self.ticket(&key, Hold::Shared);
-        ticket.valid().await;
-        let trip = self.trip(Operation::Exists);
-        let _pin = self.blocks.pin();
-        let mut buffer = self.buffers.take();
-        let found = self.find(&trip, &key, Want::Presence, &mut buffer).await?;
-        Ok(found.map(|(table, hit)| {
+        self.inspect(db, key, |table, hit| {
             let (measure, now) = (self.measured(), self.environment.now());
             let local = table.local.lock();
             local.uses.told(hit.slot, measure, now)
-        }))
+        })
+        .await
     }
 
     /// Sets what [`worth`](Self::worth) returns of a key, if the store's measure is `measure`.
@@ -147,16 +134,28 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         if measure != self.measured() {
             return Ok(());
         }
+        self.inspect(db, key, |table, hit| {
+            table.local.lock().uses.tell(hit.slot, told, measure, self.environment.now());
+        })
+        .await?;
+        Ok(())
+    }
+
+    /// Calls `with` for a key that is there, under the key's ticket. Reads no value.
+    async fn inspect<T>(
+        &self,
+        db: u8,
+        key: &[u8],
+        with: impl FnOnce(&Table, &Hit) -> T,
+    ) -> Result<Option<T>, Error> {
         let key = self.key(db, key)?;
         let ticket = self.ticket(&key, Hold::Shared);
         ticket.valid().await;
         let trip = self.trip(Operation::Exists);
         let _pin = self.blocks.pin();
         let mut buffer = self.buffers.take();
-        if let Some((table, hit)) = self.find(&trip, &key, Want::Presence, &mut buffer).await? {
-            table.local.lock().uses.tell(hit.slot, told, measure, self.environment.now());
-        }
-        Ok(())
+        let found = self.find(&trip, &key, Want::Presence, &mut buffer).await?;
+        Ok(found.map(|(table, hit)| with(&table, &hit)))
     }
 
     /// Looks for a key that has not expired, and notes the use. The caller holds a ticket and a
