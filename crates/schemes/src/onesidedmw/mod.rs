@@ -83,13 +83,6 @@ pub const ONESIDEDMW: Scheme = &SchemeInfo {
 pub const ONESIDEDMW_PAPER: Scheme = &SchemeInfo {
     name: "onesidedmw-paper",
     source: "OneSidedMW §4.3, figure 5",
-    allocator: Allocator::Nic,
-    isolation: Isolation::QpWindows,
-    sizes: Sizes::Chunk,
-    access: AccessKind::OneSided,
-    release: ReleaseTime::BeforeReturn,
-    needs: &[Need::Chains, Need::Type2Windows, Need::BigEndianAtomics],
-    chunk_bytes: None,
     // The tail is counted with 24 bits.
     chunks_max: CHUNKS_MAX / 2,
     options: &["budget"],
@@ -97,6 +90,7 @@ pub const ONESIDEDMW_PAPER: Scheme = &SchemeInfo {
         "an allocation from an empty queue loses a chunk that is freed next; a client's old key \
          opens a chunk again that the client got again",
     ),
+    ..*ONESIDEDMW
 };
 
 /// The schemes of this module.

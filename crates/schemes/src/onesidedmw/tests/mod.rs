@@ -130,6 +130,20 @@ impl Raw {
         self.send(&self.alloc, &arguments, slot);
     }
 
+    /// Asks for a chunk, with a place for the reply that the NIC cannot write.
+    fn ask_chunk_without_reply(&self) {
+        let mut data = Vec::new();
+        for qpn in &self.peers {
+            data.extend(&qpn.raw().to_be_bytes()[1..]);
+        }
+        data.extend([0xee; 12]);
+        self.alloc.post_recv(&ReceiveRequest { id: 1, to: &[] }).unwrap();
+        let op = Op::SendInline { data: &data };
+        self.alloc.post_send(&[WorkRequest { id: 2, op, signaled: true }]).unwrap();
+        self.drain();
+        assert_eq!(self.alloc.state().unwrap(), QpState::Error);
+    }
+
     fn ask_free(&self, entry: EntryId, slot: usize) {
         self.send(&self.free, &entry_index(entry), slot);
     }
@@ -484,16 +498,7 @@ fn unwritable_reply_breaks_only_its_sender() {
     let mut node = Node::new(nic.clone(), settings.clone()).unwrap();
     let a = Raw::join(&nic, &mut node, 1, &settings);
     let b = Raw::join(&nic, &mut node, 2, &settings);
-    let mut data = Vec::new();
-    for qpn in &a.peers {
-        data.extend(&qpn.raw().to_be_bytes()[1..]);
-    }
-    data.extend([0xee; 12]);
-    a.alloc.post_recv(&ReceiveRequest { id: 1, to: &[] }).unwrap();
-    let op = Op::SendInline { data: &data };
-    a.alloc.post_send(&[WorkRequest { id: 2, op, signaled: true }]).unwrap();
-    a.drain();
-    assert_eq!(a.alloc.state().unwrap(), QpState::Error);
+    a.ask_chunk_without_reply();
     let open = |node: &Node<SoftNic>| [&a, &b].map(|raw| node.management_is_open(raw.id).unwrap());
     assert_eq!(open(&node), [false, true]);
     // Only the request whose reply was lost completes: flushed receives are not requests.

@@ -172,16 +172,7 @@ fn undelivered_grant_of_the_published_chain_is_reclaimed() {
         let chunk = a.allocate().unwrap();
         assert_eq!(a.free(chunk.entry), status::FREED);
     }
-    let mut data = Vec::new();
-    for qpn in &a.peers {
-        data.extend(&qpn.raw().to_be_bytes()[1..]);
-    }
-    data.extend([0xee; 12]);
-    a.alloc.post_recv(&ReceiveRequest { id: 1, to: &[] }).unwrap();
-    let op = Op::SendInline { data: &data };
-    a.alloc.post_send(&[WorkRequest { id: 2, op, signaled: true }]).unwrap();
-    a.drain();
-    assert_eq!(a.alloc.state().unwrap(), QpState::Error);
+    a.ask_chunk_without_reply();
     assert_eq!(node.status().unwrap().free, 7);
     a.reset_management(&mut node);
     node.poll().unwrap();
