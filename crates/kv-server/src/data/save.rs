@@ -62,7 +62,8 @@ impl Target {
         while !ending.is_finished() && !worker.server.is_ending() {
             worker.wait(Duration::from_millis(2)).await;
         }
-        ending.join().unwrap_or_else(|_| Err("writing the file: its thread has ended".to_owned()))
+        let panicked = "saving: the thread that ends the file has panicked; see standard error";
+        ending.join().unwrap_or_else(|_| Err(panicked.to_owned()))
     }
 
     fn finish_blocking(self) -> Result<(), String> {
