@@ -17,6 +17,9 @@ use crate::node::{MemoryNode, granary};
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Time after the last client's end in which all chunks must become free.
 const RECLAIM_TIMEOUT: Duration = Duration::from_secs(20);
+/// Arguments of a new client. The pauses keep the client within every budget of a memory node, even
+/// if the test is not scheduled for seconds between the commands "go" and "stop".
+const NEW_CLIENT: &[&str] = &["--hold", "2", "--pause-us", "2000", "--allocate-every", "5"];
 
 /// Paths of the built programs.
 #[derive(Clone, Copy)]
@@ -287,7 +290,7 @@ impl Scene {
 
     /// Checks that a new client can connect, work and disconnect.
     pub fn check_new_client(&self) -> Result<()> {
-        let mut client = self.process(self.programs.victim, None, &["--hold", "2"])?;
+        let mut client = self.process(self.programs.victim, None, NEW_CLIENT)?;
         ensure!(client.line()? == "ready\n", "the client did not start");
         client.line()?;
         client.send_line("go")?;
