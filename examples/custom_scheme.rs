@@ -29,6 +29,7 @@ pub const BUMP: Scheme = &SchemeInfo {
     isolation: Isolation::SharedRegion,
     sizes: Sizes::Chunk,
     access: AccessKind::OneSided,
+    leases: false,
     release: ReleaseTime::BeforeReturn,
     needs: &[],
     chunk_bytes: None,

@@ -11,6 +11,7 @@ use crate::connect::ConnectReply;
 use crate::grant::Grant;
 use crate::ids::GroupId;
 use crate::info::Scheme;
+use crate::lease::LeaseScheme;
 use crate::request_queue::ManagementQp;
 use crate::status::Counter;
 
@@ -109,6 +110,11 @@ pub trait ClientScheme: Send + Sync {
     /// Operations on the chunks.
     fn access(&self) -> Access<'_> {
         Access::OneSided
+    }
+
+    /// Operations on objects and permissions, in a scheme with leases.
+    fn leases(&self) -> Option<&dyn LeaseScheme> {
+        None
     }
 
     /// Calls `each` with the management QPs, in the scheme's order.

@@ -41,6 +41,7 @@ pub fn check<N: Nic>(
 ) {
     let mut scheme = nodes.node(nic, settings).expect("the memory node starts");
     let offer = Offer::new(settings, scheme.functions(), scheme.terms());
+    let offer = Offer { spares: scheme.spares(), ..offer };
     let _cpu = scheme.cpu();
     let suite = Suite { nic, clients, settings, offer, node: Mutex::new(scheme) };
     let stop = AtomicBool::new(false);
@@ -103,7 +104,8 @@ impl<N: Nic> Suite<'_, N> {
         let (_, family) = self.clients.known(&offer.scheme).unwrap();
         let receives = family.access_receives(offer);
         let lanes = self.settings.lanes() as usize;
-        let access: Vec<SharedQp<N>> = (0..lanes * offer.functions.max(1) as usize)
+        let qps = lanes * (offer.functions.max(1) + offer.spares) as usize;
+        let access: Vec<SharedQp<N>> = (0..qps)
             .map(|lane| {
                 let cq = nic.create_cq(CqAttr { entries: 256, ignore_overrun: false }).unwrap();
                 let receive = match receives {

@@ -1,5 +1,7 @@
 //! Messages of a connection: the offer of a memory node, the request of a client and its reply.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 use verbs::{PeerAddress, Qpn};
 
@@ -23,6 +25,9 @@ pub struct Offer {
     /// function, those of the first function first.
     #[serde(default = "one")]
     pub functions: u32,
+    /// Spare QPs of each lane ([`NodeScheme::spares`](crate::NodeScheme::spares)).
+    #[serde(default)]
+    pub spares: u32,
     /// Requests of each kind that a client may have in flight.
     pub credits: u32,
     /// Maximum number of QP groups of a client.
@@ -33,7 +38,8 @@ pub struct Offer {
 }
 
 impl Offer {
-    /// The offer of a memory node whose windows are in `functions` functions of its NIC.
+    /// The offer of a memory node whose windows are in `functions` functions of its NIC, without
+    /// spare QPs.
     pub fn new(settings: &NodeSettings, functions: u32, terms: Terms) -> Self {
         Self {
             scheme: settings.scheme.name.to_owned(),
@@ -41,6 +47,7 @@ impl Offer {
             chunks: settings.chunks,
             group_size: settings.group_size,
             functions,
+            spares: 0,
             credits: settings.credits,
             groups_max: settings.groups_max,
             terms,
@@ -50,6 +57,17 @@ impl Offer {
 
 fn one() -> u32 {
     1
+}
+
+/// Secret that the members of a domain share. Compute nodes with the same token may acquire each
+/// other's objects ([`Others`](crate::Others)).
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct DomainToken(pub [u8; 32]);
+
+impl fmt::Debug for DomainToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("DomainToken(..)")
+    }
 }
 
 /// A compute node's request to be admitted. It lists the numbers of the compute node's QPs, which
@@ -65,6 +83,9 @@ pub struct ConnectRequest {
     pub bulletin_addr: u64,
     /// Remote key of the bulletin.
     pub bulletin_rkey: u32,
+    /// Token of the compute node's domain, proved by the compute node. The memory node fills it in.
+    #[serde(skip)]
+    pub domain: Option<DomainToken>,
     /// Network path to the compute node's QPs on another host. The memory node fills it in.
     #[serde(skip)]
     pub route: Option<Route>,

@@ -33,6 +33,12 @@ impl Credits {
         Self { state: Mutex::new(State { free, waiting: VecDeque::new() }) }
     }
 
+    /// Takes a slot if one is free.
+    pub fn try_take(&self) -> Option<Credit<'_>> {
+        let slot = self.state.lock().free.pop()?;
+        Some(Credit { of: self, slot })
+    }
+
     /// Takes a slot; waits until one is free.
     pub fn take(&self) -> Take<'_> {
         Take(self)

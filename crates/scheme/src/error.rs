@@ -133,6 +133,70 @@ pub enum Error {
         /// `grant` or `buffer`.
         what: &'static str,
     },
+    /// The lease of a permission has ended. Nothing was posted, or the memory node's NIC refused
+    /// the access.
+    #[error("{op}: the lease of this permission has ended; acquire the object again")]
+    Expired {
+        /// The operation that failed.
+        op: &'static str,
+    },
+    /// A lease cannot be extended: another compute node waits for the object, the object is being
+    /// freed, or the longest lease is reached.
+    #[error(
+        "extending a permission: not possible: another compute node waits for the object, the \
+         object is being freed, or the longest lease is reached; {} us are left: finish within \
+         them, and acquire the object again", left.as_micros()
+    )]
+    NotExtendable {
+        /// Time left.
+        left: Duration,
+    },
+    /// Conflicting permissions did not end in time.
+    #[error(
+        "acquiring object {entry}: busy: conflicting permissions of other holders did not end \
+         within {} us; wait longer (LeaseTerms::wait) or try again", waited.as_micros()
+    )]
+    Busy {
+        /// The object's entry in the memory node's table.
+        entry: u32,
+        /// Time that the request waited.
+        waited: Duration,
+    },
+    /// The object does not exist, or this compute node may not do this with it. The memory node
+    /// does not tell which, so that nothing can be learnt about foreign objects.
+    #[error(
+        "{attempt} {entry}: no such object for this compute node: it was freed, belongs to another \
+         start of the memory node or to another domain, is shorter than the range, or does not \
+         allow others this right"
+    )]
+    NoSuchObject {
+        /// The operation that failed.
+        attempt: &'static str,
+        /// The object's entry in the memory node's table.
+        entry: u32,
+    },
+    /// The permission belongs to another compute node.
+    #[error("{attempt}: this permission belongs to another compute node; nothing was changed")]
+    NotYourPermission {
+        /// The operation that failed.
+        attempt: &'static str,
+    },
+    /// The permission is for reading only.
+    #[error("{op}: this permission is for reading only; acquire one with Right::Write")]
+    NotPermitted {
+        /// The operation that failed.
+        op: &'static str,
+    },
+    /// A limit of the memory node was reached.
+    #[error("{attempt}: the limit of {limit} {what} of a compute node or domain is reached")]
+    TooMany {
+        /// The operation that failed.
+        attempt: &'static str,
+        /// The things that are limited.
+        what: &'static str,
+        /// Their limit.
+        limit: u64,
+    },
     /// A setting has an invalid value.
     #[error("{setting} = {value}: {why}")]
     Setting {

@@ -1,9 +1,12 @@
 //! Grants: the right to use a chunk.
 
+use std::time::Duration;
+
 use verbs::Key;
 
 use crate::ids::{GroupId, Lane, MAX_GROUP};
 use crate::index::EntryId;
+use crate::lease::Right;
 
 /// Identity of a connection: the memory node's incarnation and the compute node's number there.
 /// Because keys and QP numbers restart with each connection, a grant of an earlier connection could
@@ -31,12 +34,20 @@ pub struct Grant {
     pub group: GroupId,
     /// Function of the memory node's NIC that has the keys. Requests use the QPs of that function.
     pub function: u8,
+    /// The operations that the keys open.
+    pub right: Right,
+    /// Time until which the compute node may use the grant, by the clock of its NIC;
+    /// [`Grant::FOREVER`] for a grant without a lease.
+    pub until: Duration,
     connection: ConnectionEpoch,
     keys: [Key; MAX_GROUP],
     lanes: u8,
 }
 
 impl Grant {
+    /// [`Grant::until`] of a grant without a lease.
+    pub const FOREVER: Duration = Duration::MAX;
+
     /// A grant with `keys`, one per lane, that is tied to no connection. Only the memory node's NIC
     /// checks a grant that is made by hand.
     pub fn new(addr: u64, len: u64, entry: EntryId, group: GroupId, keys: &[Key]) -> Self {
@@ -44,7 +55,13 @@ impl Grant {
         let mut padded = [Key::default(); MAX_GROUP];
         padded[..keys.len()].copy_from_slice(keys);
         let (connection, function, lanes) = (ConnectionEpoch::default(), 0, keys.len() as u8);
-        Self { addr, len, entry, group, function, connection, keys: padded, lanes }
+        let (right, until) = (Right::Write, Self::FOREVER);
+        Self { addr, len, entry, group, function, right, until, connection, keys: padded, lanes }
+    }
+
+    /// The same grant with another right, for a lease that ends at `until`.
+    pub fn leased(self, right: Right, until: Duration) -> Self {
+        Self { right, until, ..self }
     }
 
     /// The same grant with keys of another function of the memory node's NIC.

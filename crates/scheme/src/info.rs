@@ -21,6 +21,8 @@ pub struct SchemeInfo {
     pub sizes: Sizes,
     /// Operations on a grant.
     pub access: AccessKind,
+    /// The scheme has objects, permissions and leases ([`crate::lease`]).
+    pub leases: bool,
     /// Invalidation and clearing of a freed chunk.
     pub release: ReleaseTime,
     /// Capabilities that the memory node's NIC must have.
@@ -65,6 +67,9 @@ pub enum Isolation {
     /// A type-1 window that is bound before its chunk is granted. On a NIC with guarded windows
     /// its key is valid for the owner only.
     GuardedWindows,
+    /// A type-1 window in a protection domain of the owner's, bound at each allocation. No QP of
+    /// another compute node can use its key.
+    OwnWindows,
     /// A memory region in the owner's protection domain.
     Regions,
     /// None: one region that every client can access.
@@ -175,6 +180,7 @@ impl Isolation {
         match self {
             Self::SharedWindows | Self::SharedWindowsAhead | Self::GuardedWindows => true,
             Self::QpWindows
+            | Self::OwnWindows
             | Self::Regions
             | Self::SharedRegion
             | Self::PageTable

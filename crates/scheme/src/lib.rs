@@ -12,9 +12,11 @@
 //! | --- | --- |
 //! | [`info`] | facts about a scheme, as data |
 //! | [`node`], [`client`] | the two sides of a scheme |
+//! | [`lease`] | objects, permissions and leases |
 //! | [`registry`] | registration of schemes |
 //! | [`connect`], [`options`] | messages of a connection, settings and terms of a scheme |
 //! | [`request_queue`] | the requests of a client over a management QP |
+//! | [`mailbox`] | the same, with replies in any order |
 //! | [`client_table`] | the clients of a memory node |
 //! | [`conformance`] | checks that every scheme passes |
 
@@ -28,6 +30,8 @@ mod grant;
 mod ids;
 pub mod index;
 pub mod info;
+pub mod lease;
+pub mod mailbox;
 pub mod node;
 pub mod options;
 pub mod registry;
@@ -38,12 +42,13 @@ pub mod status;
 pub mod wakeup;
 
 pub use client::{Access, Answer, ClientScheme, PageAccess, check_whole_page, too_large, unknown};
-pub use connect::{ConnectReply, ConnectRequest, Offer, bulletin};
+pub use connect::{ConnectReply, ConnectRequest, DomainToken, Offer, bulletin};
 pub use error::Error;
 pub use grant::{ConnectionEpoch, Grant};
 pub use ids::{ClientId, GroupId, Lane, MAX_GROUP, QPS_MAX, QpSet};
 pub use info::{Scheme, SchemeInfo};
+pub use lease::{LeaseScheme, LeaseTerms, Object, Opens, Others, Permission, Right, Sharing};
 pub use node::{Cpu, CpuEvents, NodeScheme, Worker};
 pub use route::Start;
 pub use settings::{CHUNKS_MAX, NodeSettings, require};
-pub use status::{BudgetStatus, CasStats, Counter, NodeStatus, Use};
+pub use status::{BudgetStatus, CasStats, Counter, LeaseStatus, NodeStatus, Use};

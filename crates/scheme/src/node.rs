@@ -91,6 +91,13 @@ pub trait NodeScheme: Any + Send {
         1
     }
 
+    /// Spare QPs of each lane, in a scheme whose keys are valid on every QP of a compute node
+    /// (Patronus §5.5). A group's spare QPs follow its access QPs: the first spare of each lane,
+    /// then the second of each lane.
+    fn spares(&self) -> u32 {
+        0
+    }
+
     /// Address of the first chunk, as grants name it. The chunks lie one behind the other, so that
     /// the offset from this address names a place of the pool for as long as the memory node runs.
     /// `None` if a grant does not name a place, because access is by pages.
@@ -129,6 +136,12 @@ pub trait Worker: Send {
 
     /// The event source on which the core sleeps while there is no work.
     fn events(&self) -> Arc<dyn CpuEvents>;
+
+    /// Longest time until the next call of [`Worker::poll`] even if no event arrives; `None`:
+    /// unlimited.
+    fn next_poll(&self) -> Option<Duration> {
+        None
+    }
 }
 
 /// Event source that wakes the memory node's CPU when there is work.

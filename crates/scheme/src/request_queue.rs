@@ -60,7 +60,7 @@ pub struct RequestQueue<N: Nic> {
     lost: AtomicBool,
 }
 
-type Posted<N> = Pending<<N as Nic>::Cq>;
+pub(crate) type Posted<N> = Pending<<N as Nic>::Cq>;
 
 impl<N: Nic> RequestQueue<N> {
     /// Creates the QP.
@@ -127,7 +127,7 @@ impl<N: Nic> RequestQueue<N> {
         };
         let (answered, sent) = (answered.await?, sent.await?);
         if answered.status != Status::Success {
-            self.lost.store(true, Ordering::Release);
+            self.mark_lost();
         }
         // The answer was written before its completion, which was polled above.
         fence(Ordering::Acquire);
@@ -154,7 +154,7 @@ impl<N: Nic> RequestQueue<N> {
     /// Posts a request and the receive for its answer. On a shared QP the SEND may find the queue
     /// full, so it is posted before the receive; an answer that arrives before the receive waits
     /// for it.
-    fn post_request(
+    pub(crate) fn post_request(
         &self,
         attempt: &str,
         request: &[u8],
@@ -174,6 +174,11 @@ impl<N: Nic> RequestQueue<N> {
             return Ok((receive()?, sent));
         }
         Ok((receive()?, send()?))
+    }
+
+    /// Records that the answer to a request is lost.
+    pub(crate) fn mark_lost(&self) {
+        self.lost.store(true, Ordering::Release);
     }
 
     fn check_open(&self, attempt: &str) -> Result<(), Error> {
@@ -278,6 +283,6 @@ impl<N: Nic> ManagementQp for RequestQueue<N> {
     }
 }
 
-fn broken(attempt: &str, status: Status) -> Error {
+pub(crate) fn broken(attempt: &str, status: Status) -> Error {
     Error::ManagementBroken { attempt: attempt.into(), status }
 }

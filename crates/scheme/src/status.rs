@@ -36,6 +36,9 @@ pub struct NodeStatus {
     /// Budgets, if any are set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub budget: Option<BudgetStatus>,
+    /// Leases, in a scheme that has them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lease: Option<LeaseStatus>,
 }
 
 /// The state of budgets, for `status`.
@@ -139,7 +142,7 @@ declare! {
         frees_nic: counter("pool_frees_nic", "Frees that the NIC executed."),
         frees_cpu: counter("pool_frees_cpu", "Frees that the memory node's CPU executed."),
         refused: counter("pool_refused", "Refused requests on management QPs."),
-    } except { scheme, budget }
+    } except { scheme, budget, lease }
 }
 
 declare! {
@@ -152,4 +155,77 @@ declare! {
         ended: counter("budget_suspensions", "Suspensions of clients over a budget."),
         suspended: gauge("budget_suspended", "Clients that are suspended now."),
     } except { interval_ms, most }
+}
+
+/// State of a scheme with leases.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseStatus {
+    /// Objects that exist.
+    pub objects: u64,
+    /// Bytes of these objects.
+    pub object_bytes: u64,
+    /// Permissions that are open or being opened or closed.
+    pub permissions: u64,
+    /// Requests that wait for permissions to end.
+    pub waiting: u64,
+    /// Domains with members.
+    pub domains: u64,
+    /// Permissions granted so far, with those of allocations.
+    pub grants: u64,
+    /// Permissions whose lease was found extended at its end, and went on.
+    pub extensions: u64,
+    /// Leases renewed by RPC.
+    pub renewals: u64,
+    /// Permissions revoked by their holders.
+    pub revocations: u64,
+    /// Leases that the memory node ended.
+    pub expiries: u64,
+    /// Permissions marked as not extendable, for a waiting request or for a free.
+    pub notices: u64,
+    /// Requests that waited in vain.
+    pub busy: u64,
+    /// Binds of windows.
+    pub binds: u64,
+    /// Unbinds of windows.
+    pub unbinds: u64,
+    /// Rebinds that closed one permission and opened another.
+    pub handovers: u64,
+    /// Windows of all compute nodes, bound or not.
+    pub windows: u64,
+    /// Spare QPs of all compute nodes.
+    pub spares: u64,
+    /// Access QPs that were re-established after an error.
+    pub qp_resets: u64,
+}
+
+declare! {
+    LeaseStatus {
+        objects: gauge("lease_objects", "Objects that exist."),
+        object_bytes: gauge("lease_object", "Bytes of the objects.").in_unit(Unit::Bytes),
+        permissions: gauge("lease_permissions", "Permissions that are open, or change."),
+        waiting: gauge("lease_waiting", "Requests that wait for permissions to end."),
+        domains: gauge("lease_domains", "Domains with members."),
+        grants: counter("lease_grants", "Permissions granted."),
+        extensions: counter(
+            "lease_extensions",
+            "Permissions whose lease was found extended at its end."
+        ),
+        renewals: counter("lease_renewals", "Leases renewed by RPC."),
+        revocations: counter("lease_revocations", "Permissions revoked by their holders."),
+        expiries: counter("lease_expiries", "Leases that the memory node ended."),
+        notices: counter(
+            "lease_notices",
+            "Permissions marked as not extendable, for a waiting request or for a free."
+        ),
+        busy: counter("lease_busy", "Requests that waited in vain for permissions to end."),
+        binds: counter("lease_binds", "Binds of windows."),
+        unbinds: counter("lease_unbinds", "Unbinds of windows."),
+        handovers: counter(
+            "lease_handovers",
+            "Rebinds that closed one permission and opened another."
+        ),
+        windows: gauge("lease_windows", "Windows of all clients, bound or not."),
+        spares: gauge("lease_spare_qps", "Spare QPs of all clients."),
+        qp_resets: counter("lease_qp_resets", "Access QPs re-established after an error."),
+    } except { }
 }

@@ -5,6 +5,7 @@
 //! its clients, `client.rs` the client, `reclaim.rs` the chunks of departed clients, `audit.rs` the
 //! check of the tables.
 
+mod answers;
 pub mod blocks;
 pub mod chain;
 pub mod finemem;

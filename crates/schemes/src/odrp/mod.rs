@@ -73,6 +73,7 @@ pub const ODRP: Scheme = &SchemeInfo {
     isolation: Isolation::PageTable,
     sizes: Sizes::Chunk,
     access: AccessKind::Pages,
+    leases: false,
     release: ReleaseTime::BeforeReturn,
     needs: &[Need::Chains, Need::BigEndianAtomics],
     chunk_bytes: Some(PAGE_BYTES as u64),

@@ -381,6 +381,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
             frees_cpu: reclaimed,
             refused: self.refused,
             budget: None,
+            lease: None,
         })
     }
 

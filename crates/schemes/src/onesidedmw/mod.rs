@@ -70,6 +70,7 @@ pub const ONESIDEDMW: Scheme = &SchemeInfo {
     isolation: Isolation::QpWindows,
     sizes: Sizes::Chunk,
     access: AccessKind::OneSided,
+    leases: false,
     release: ReleaseTime::BeforeReturn,
     needs: &[Need::Chains, Need::Type2Windows, Need::BigEndianAtomics],
     chunk_bytes: None,

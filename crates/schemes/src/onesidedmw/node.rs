@@ -400,6 +400,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
             frees_cpu: reclaimed,
             refused: self.refused,
             budget: self.budget_status(),
+            lease: None,
         })
     }
 

@@ -96,6 +96,7 @@ impl Blocks {
 const NOWHERE: u32 = u32::MAX;
 
 /// The free blocks. Two free halves of a block are always merged.
+#[derive(Clone)]
 pub struct Free {
     blocks: Blocks,
     /// Entries of free blocks, by order; last in, first out.

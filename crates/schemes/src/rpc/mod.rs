@@ -68,7 +68,7 @@
 //! answered, including invalid ones. The memory node posts `credits` receives per compute node, so
 //! that a compute node that sends more delays only itself.
 
-mod blocks;
+pub(crate) mod blocks;
 mod client;
 mod connection;
 mod node;
@@ -116,6 +116,7 @@ pub const RPC_MW_2: Scheme = &SchemeInfo {
     isolation: Isolation::QpWindows,
     sizes: Sizes::Chunk,
     access: AccessKind::OneSided,
+    leases: false,
     release: ReleaseTime::BeforeReturn,
     needs: &[Need::Type2Windows, INLINE],
     chunk_bytes: None,
@@ -132,6 +133,7 @@ pub const RPC_MW_1: Scheme = &SchemeInfo {
     isolation: Isolation::SharedWindows,
     sizes: Sizes::Chunk,
     access: AccessKind::OneSided,
+    leases: false,
     release: ReleaseTime::Quarantine,
     needs: &[Need::Type1Windows, INLINE],
     chunk_bytes: None,
@@ -148,6 +150,7 @@ pub const FINE_MR: Scheme = &SchemeInfo {
     isolation: Isolation::Regions,
     sizes: Sizes::Chunk,
     access: AccessKind::OneSided,
+    leases: false,
     release: ReleaseTime::BeforeReturn,
     needs: &[INLINE],
     chunk_bytes: None,
@@ -164,6 +167,7 @@ pub const STATIC_MR: Scheme = &SchemeInfo {
     isolation: Isolation::Regions,
     sizes: Sizes::Chunk,
     access: AccessKind::OneSided,
+    leases: false,
     release: ReleaseTime::BeforeReturn,
     needs: &[INLINE],
     chunk_bytes: None,
@@ -181,6 +185,7 @@ pub const PREMMAP_RPC: Scheme = &SchemeInfo {
     isolation: Isolation::SharedWindowsAhead,
     sizes: Sizes::Blocks,
     access: AccessKind::OneSided,
+    leases: false,
     release: ReleaseTime::BeforeReturn,
     needs: &[Need::Type1Windows, INLINE],
     chunk_bytes: None,
@@ -197,6 +202,7 @@ pub const ONDEMAND_RPC: Scheme = &SchemeInfo {
     isolation: Isolation::Regions,
     sizes: Sizes::Blocks,
     access: AccessKind::OneSided,
+    leases: false,
     release: ReleaseTime::BeforeReturn,
     needs: &[INLINE],
     chunk_bytes: None,
@@ -213,6 +219,7 @@ pub const SHARED_REGION: Scheme = &SchemeInfo {
     isolation: Isolation::SharedRegion,
     sizes: Sizes::Chunk,
     access: AccessKind::OneSided,
+    leases: false,
     release: ReleaseTime::Never,
     needs: &[INLINE],
     chunk_bytes: None,
@@ -415,6 +422,11 @@ impl Reply {
             out[32 + 4 * i..36 + 4 * i].copy_from_slice(&key.0.to_be_bytes());
         }
         out
+    }
+
+    /// Name of the grant in the reply.
+    fn grant(&self) -> Option<u64> {
+        (self.outcome == Outcome::Done && self.lanes > 0).then(|| self.entry.raw().into())
     }
 
     /// Decodes a reply; `None` if it is invalid.

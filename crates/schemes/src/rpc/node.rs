@@ -1,19 +1,16 @@
 //! The memory node's side: the work of the control thread. `worker` answers the requests.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
-use scheme::client_table::{AccessQps, PeerQp, Requirements, refuse};
+use scheme::client_table::{AccessQps, Requirements, refuse};
 use scheme::{
     ClientId, ConnectReply, ConnectRequest, Cpu, CpuEvents, Error, GroupId, Lane, NodeScheme,
     NodeSettings, NodeStatus, QpSet, Start, Worker, options,
 };
-use verbs::{
-    Access, CqAttr, Key, MemoryRegion, Nic, QpAttr, QpChange, QueuePair, Receive, ReceiveAttr,
-    Remote,
-};
+use verbs::{Access, MemoryRegion, Nic, QpAttr, QueuePair, Receive};
 
 use super::blocks::Blocks;
 use super::connection::Connection;
@@ -23,10 +20,7 @@ use super::view::AllocationView;
 use super::windows::{Type1, Type2};
 use super::worker::{BIND_BLOCKS, Core, Handle, Shared, State};
 use super::{ControlMode, Opening, Options, REQUEST_BYTES, Region};
-
-/// Send blocks of a management QP per request in flight: the reply, a bulletin "empty" before it,
-/// and a bulletin "available" after it.
-const ANSWER_BLOCKS: u32 = 4;
+use crate::answers::{Answers, AnswersAttr};
 
 /// The memory node of a scheme by RPC.
 pub struct Node<N: Nic> {
@@ -125,20 +119,8 @@ impl<N: Nic> Node<N> {
             true => nic.alloc_pd()?,
             false => self.shared.pd.clone(),
         };
-        let blocks = (credits * ANSWER_BLOCKS).next_power_of_two();
-        let replies = nic.create_cq(CqAttr { entries: blocks, ignore_overrun: false })?;
-        let management = nic.create_qp(
-            &pd,
-            QpAttr {
-                send_cq: &replies,
-                recv_cq: &state.requests,
-                send_blocks: blocks,
-                receive: Receive::Own(ReceiveAttr { entries: credits, max_sges: 1 }),
-                access: Access::NONE,
-            },
-        )?;
-        let inbox = nic.alloc_dma(credits as usize * REQUEST_BYTES)?;
-        let inbox = nic.reg_mr(&pd, &inbox, Access::LOCAL_ALL)?;
+        let attr = AnswersAttr { credits, request_bytes: REQUEST_BYTES, access: Access::NONE };
+        let answers = Answers::new(nic, &pd, request, &state.requests, attr)?;
         let access = AccessQps::new(request, |_| {
             let attr = QpAttr {
                 send_cq: &state.binds,
@@ -149,24 +131,7 @@ impl<N: Nic> Node<N> {
             };
             Ok(nic.create_qp(&pd, attr)?)
         })?;
-        let mut peer = Connection {
-            management: PeerQp { qp: management, peer: request.peer(request.management[0]) },
-            epoch: 0,
-            replies,
-            inbox,
-            access,
-            bulletin: Remote { addr: request.bulletin_addr, rkey: Key(request.bulletin_rkey) },
-            generation: 0,
-            bulletins: 0,
-            announced_empty: false,
-            broken: false,
-            unconfirmed: BTreeSet::new(),
-            lost: Vec::new(),
-            leaving: None,
-            pd,
-        };
-        peer.connect_management(credits)?;
-        Ok(peer)
+        Ok(Connection { pd, answers, access, leaving: None })
     }
 }
 
@@ -179,11 +144,11 @@ impl<N: Nic> NodeScheme for Node<N> {
         let expected = Requirements { settings, management: 1, lanes, leaving: 0 };
         state.peers.check(client, request, &expected)?;
         let peer = self.make_peer(&state, request)?;
-        let management = vec![peer.management.qp.qpn().raw()];
+        let management = vec![peer.answers.management.qp.qpn().raw()];
         let region = Region { key: self.region_key() };
         let reply = ConnectReply::of(settings, client, management, &peer.access);
         let admitted = ConnectReply { terms: options::terms(&region), ..reply };
-        state.by_management.insert(peer.management.qp.qpn(), client);
+        state.by_management.insert(peer.answers.management.qp.qpn(), client);
         state.peers.insert(client, peer);
         state.add_client(client);
         self.core_by_client.insert(client, core);
@@ -194,11 +159,10 @@ impl<N: Nic> NodeScheme for Node<N> {
         let mut state = self.state_of(client);
         let state = &mut *state;
         let Some(peer) = state.peers.get_mut(&client) else { return Ok(()) };
-        state.by_management.remove(&peer.management.qp.qpn());
-        (peer.broken, peer.announced_empty) = (true, false);
+        state.by_management.remove(&peer.answers.management.qp.qpn());
         // After the reset, accesses of the compute node are refused. The QPs, now connected to
         // themselves, can still unbind their windows.
-        peer.management.qp.modify(QpChange::Reset)?;
+        peer.answers.close()?;
         for path in peer.access.iter() {
             path.qp.connect(path.qp.qpn())?;
         }
@@ -225,20 +189,18 @@ impl<N: Nic> NodeScheme for Node<N> {
             return Ok(false);
         }
         let peer = state.peers.known_mut(client)?;
-        peer.announce_empty();
+        peer.answers.announce_empty();
         Ok(true)
     }
 
     fn reset_management(&mut self, client: ClientId) -> Result<Option<Vec<u32>>, Error> {
         let mut state = self.state_of(client);
         let peer = state.peers.known_mut(client)?;
-        peer.management.qp.modify(QpChange::Error)?;
-        peer.epoch += 1;
-        peer.connect_management(self.shared.settings.credits)?;
-        if !peer.lost.is_empty() {
+        let qpn = peer.answers.reconnect()?;
+        if peer.answers.has_lost() {
             self.shared.cores[self.core_of(client)].events.wake();
         }
-        Ok(Some(vec![peer.management.qp.qpn().raw()]))
+        Ok(Some(vec![qpn]))
     }
 
     fn management_is_open(&self, client: ClientId) -> Result<bool, Error> {

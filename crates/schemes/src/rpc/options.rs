@@ -29,13 +29,18 @@ impl Options {
     /// The options in `settings`, checked.
     pub fn of(settings: &NodeSettings) -> Result<Self, Error> {
         let own: Self = settings.options.parse()?;
-        require(
-            (1..=Self::CORES_MAX).contains(&own.cores),
-            "cores",
-            own.cores,
-            format!("must be 1 to {} cores", Self::CORES_MAX),
-        )?;
+        own.check()?;
         Ok(own)
+    }
+
+    /// Checks the values.
+    pub fn check(&self) -> Result<(), Error> {
+        require(
+            (1..=Self::CORES_MAX).contains(&self.cores),
+            "cores",
+            self.cores,
+            format!("must be 1 to {} cores", Self::CORES_MAX),
+        )
     }
 }
 

@@ -76,6 +76,7 @@ pub const TDMEM: Scheme = &SchemeInfo {
     isolation: Isolation::PageOwners,
     sizes: Sizes::Chunk,
     access: AccessKind::Pages,
+    leases: false,
     release: ReleaseTime::BeforeReturn,
     needs: &[Need::RegionEngines, Need::Inline(COMMAND_BYTES as u32)],
     chunk_bytes: Some(PAGE_BYTES as u64),

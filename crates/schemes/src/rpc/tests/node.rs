@@ -57,12 +57,12 @@ fn reestablished_remote_qp_uses_the_latest_start() {
     {
         let mut state = node.state_of(id);
         let peer = state.peers.get_mut(&id).unwrap();
-        peer.management.peer = at(1);
+        peer.answers.management.peer = at(1);
         peer.access.0[0].iter_mut().for_each(|lane| lane.peer = at(1));
     }
     let begin = |node: &Node<SoftNic>| {
         let peer = &node.state_of(id).peers[&id];
-        [peer.management.peer, peer.access.0[0][0].peer, peer.access.0[0][1].peer]
+        [peer.answers.management.peer, peer.access.0[0][0].peer, peer.access.0[0][1].peer]
     };
     node.set_start(id, QpSet::Access(GroupId(0), Lane(1)), Start::Psn(Psn::new(2)));
     assert_eq!(begin(&node), [at(1), at(1), at(2)]);

@@ -2,7 +2,7 @@
 //! is short, and announces "available".
 
 use scheme::index::EntryId;
-use scheme::{Error, GroupId, bulletin};
+use scheme::{Error, GroupId};
 use verbs::Nic;
 
 use super::super::Opening;
@@ -102,10 +102,7 @@ impl<N: Nic> State<N> {
         if !shared.table.lock().announce_available(self.index) {
             return false;
         }
-        for peer in self.peers.values_mut().filter(|p| p.announced_empty) {
-            peer.announced_empty = false;
-            peer.post_bulletin(bulletin::AVAILABLE);
-        }
+        self.peers.values_mut().for_each(|peer| peer.answers.announce_available());
         true
     }
 }

@@ -18,7 +18,7 @@ use scheme::wakeup::CqEvents;
 use scheme::{ClientId, CpuEvents, Error, GroupId, Lane, MAX_GROUP, NodeSettings, Worker};
 use verbs::{
     Access, Completion, CompletionKind, CompletionQueue, CqAttr, MemoryRegion, Nic, QpAttr, Qpn,
-    QueuePair, Receive, Status, Zeros,
+    QueuePair, Receive, Zeros,
 };
 
 use self::binds::WindowOp;
@@ -255,16 +255,8 @@ impl<N: Nic> State<N> {
         }
         let Some(&client) = self.by_management.get(&c.qpn) else { return Ok(None) };
         let Some(peer) = self.peers.get_mut(&client) else { return Ok(None) };
-        if (c.id >> 32) as u32 != peer.epoch {
-            return Ok(None);
-        }
-        if c.status != Status::Success {
-            peer.broken = true;
-            return Ok(None);
-        }
-        let slot = Slot::new(c.id as u32);
         let mut bytes = [0; REQUEST_BYTES];
-        peer.inbox.memory().read(slot.offset(REQUEST_BYTES), &mut bytes);
+        let Some(slot) = peer.answers.receive(&c, &mut bytes) else { return Ok(None) };
         let (number, ask) = Request::parse(&bytes);
         let whole = c.bytes as usize == REQUEST_BYTES;
         let groups = peer.access.0.len();
@@ -468,7 +460,10 @@ impl<N: Nic> State<N> {
                 }
             };
             if let Some(peer) = self.peers.get_mut(&job.client) {
-                peer.answer(job.slot, reply);
+                if reply.outcome == Outcome::Empty {
+                    peer.answers.announce_empty();
+                }
+                peer.answers.answer(job.slot, &reply.to_bytes(), reply.grant());
             }
         }
         // The rebinds invalidated their keys. Clearing them here delays no reply.

@@ -14,8 +14,8 @@ impl<N: Nic> State<N> {
     /// Takes back one chunk whose grant was not delivered. False if there is none.
     pub(super) fn reclaim_undelivered(&mut self, shared: &Shared<N>) -> Result<bool, Error> {
         let with = |(client, peer): (&ClientId, &mut Connection<N>)| {
-            let lost = peer.lost.pop().filter(|_| peer.leaving.is_none())?;
-            Some((*client, lost))
+            let lost = peer.answers.take_lost().filter(|_| peer.leaving.is_none())?;
+            Some((*client, EntryId::new(lost as u32)))
         };
         let Some((client, entry)) = self.peers.iter_mut().find_map(with) else { return Ok(false) };
         // The compute node may have guessed the entry and freed it.
