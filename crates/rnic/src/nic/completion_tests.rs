@@ -8,11 +8,12 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use verbs::completion::{Completer, Pending, id_at, position};
 use verbs::executor::block_on;
 use verbs::{
-    Access, Completion, CompletionQueue, CqAttr, MemoryRegion, Nic, Op, QpAttr, QueuePair, Receive,
-    ReceiveAttr, ReceiveRequest, Status, WorkRequest,
+    Access, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, Nic, Op, QpAttr, QueuePair,
+    Receive, ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
 };
 
 use crate::nic::{SoftCq, SoftMr, SoftNic, SoftQp};
@@ -121,6 +122,27 @@ fn operation_is_polled_to_its_end() {
             let completion = pending.try_wait().unwrap().expect("completions come in order");
             assert_eq!(completion.status, Status::Success);
             assert_eq!(bed.mr.memory().load_be64(8 + i * 8), i as u64);
+        }
+    }
+}
+
+/// The status of a request that fails is reported although its operation was abandoned, before the
+/// requests behind it end as flushed.
+#[test]
+fn failures_are_reported_before_flushed_operations_end() {
+    for nic in nics() {
+        let bed = bed(&nic);
+        let failures = Arc::new(Mutex::new(Vec::new()));
+        let reported = failures.clone();
+        bed.completer.when_failed(Arc::new(move |completion| {
+            reported.lock().push((completion.qpn, completion.status));
+        }));
+        assert_eq!(bed.add(8).wait().unwrap().status, Status::Success);
+        let from = Remote { rkey: Key(0xdead_be00), ..bed.mr.remote(0) };
+        drop(bed.post(Op::Read { from, to: &[bed.mr.sge(16, 8)] }));
+        for _ in 0..3 {
+            assert_eq!(bed.add(24).wait().unwrap().status, Status::Flushed);
+            assert_eq!(*failures.lock(), [(bed.qp.qpn(), Status::RemoteAccess)]);
         }
     }
 }

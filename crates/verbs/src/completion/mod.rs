@@ -33,7 +33,7 @@ use slab::{Filled, Slab, SlotId};
 use sleep::Sleepers;
 
 use crate::backoff::Backoff;
-use crate::{Completion, CompletionQueue, Error};
+use crate::{Completion, CompletionQueue, Error, Status};
 
 /// Maximum length of a list whose requests carry their positions ([`id_at`]).
 pub const LIST_MAX: usize = slab::POSITIONS as usize;
@@ -73,10 +73,15 @@ struct Inner<C> {
     driver: OnceLock<Thread>,
     /// See [`Completer::when_idle`].
     idle: OnceLock<WhenIdle>,
+    /// See [`Completer::when_failed`].
+    failed: OnceLock<WhenFailed>,
 }
 
 /// A callback that runs while no completion arrives.
 pub type WhenIdle = Arc<dyn Fn() + Send + Sync>;
+
+/// A callback for the completion of a request that failed.
+pub type WhenFailed = Arc<dyn Fn(&Completion) + Send + Sync>;
 
 /// A posted operation.
 ///
@@ -106,6 +111,7 @@ impl<C: CompletionQueue> Completer<C> {
             gone: OnceLock::new(),
             driver: OnceLock::new(),
             idle: OnceLock::new(),
+            failed: OnceLock::new(),
         }))
     }
 
@@ -197,6 +203,16 @@ impl<C: CompletionQueue> Completer<C> {
         let _ = self.0.idle.set(callback);
     }
 
+    /// Sets a callback for each completion with an error other than [`Status::Flushed`]: it tells
+    /// why later requests on the same queue pair are flushed.
+    ///
+    /// It runs before the waiter of that completion is woken, on a thread that polls for all
+    /// waiters, so it must not block. It also runs for operations that were abandoned. Only the
+    /// first callback is kept.
+    pub fn when_failed(&self, callback: WhenFailed) {
+        let _ = self.0.failed.set(callback);
+    }
+
     /// Time without a completion before the callback of [`Completer::when_idle`] runs.
     pub const IDLE: Duration = IDLE;
 
@@ -248,6 +264,9 @@ impl<C: CompletionQueue> Inner<C> {
         let mut batch = [Completion::EMPTY; BATCH];
         let count = self.cq.poll(&mut batch);
         for completion in &batch[..count] {
+            if completion.status != Status::Success {
+                self.failed(completion);
+            }
             if let Filled::Watched(waker) = self.slab.fill(SlotId(completion.id), completion) {
                 self.watched.fetch_sub(1, Ordering::SeqCst);
                 if let Some(waker) = waker {
@@ -256,6 +275,15 @@ impl<C: CompletionQueue> Inner<C> {
             }
         }
         count
+    }
+
+    #[cold]
+    fn failed(&self, completion: &Completion) {
+        if completion.status != Status::Flushed
+            && let Some(callback) = self.failed.get()
+        {
+            callback(completion);
+        }
     }
 
     /// Registers a waker. Returns false if the completion has already arrived.
