@@ -11,12 +11,14 @@ pub mod chain;
 pub mod finemem;
 pub mod odrp;
 pub mod onesidedmw;
+pub mod patronus;
 pub mod rpc;
 pub mod tdmem;
 
 pub use crate::finemem::{FINEMEM, FINEMEM_PAPER, PREMMAP_ONESIDED};
 pub use crate::odrp::ODRP;
 pub use crate::onesidedmw::{ONESIDEDMW, ONESIDEDMW_PAPER};
+pub use crate::patronus::{PATRONUS, PATRONUS_2, PATRONUS_MR};
 pub use crate::rpc::{
     FINE_MR, ONDEMAND_RPC, PREMMAP_RPC, RPC_MW_1, RPC_MW_2, SHARED_REGION, STATIC_MR,
 };
@@ -35,6 +37,9 @@ pub const ALL: &[Scheme] = &[
     FINE_MR,
     STATIC_MR,
     ODRP,
+    PATRONUS,
+    PATRONUS_2,
+    PATRONUS_MR,
     TDMEM,
     FINEMEM,
     FINEMEM_PAPER,
@@ -52,8 +57,14 @@ fn every() -> impl Iterator<Item = Scheme> {
 }
 
 /// The families of this crate.
-const FAMILIES: &[&dyn Family] =
-    &[&onesidedmw::Family, &odrp::Family, &tdmem::Family, &finemem::Family, &rpc::Family];
+const FAMILIES: &[&dyn Family] = &[
+    &onesidedmw::Family,
+    &odrp::Family,
+    &tdmem::Family,
+    &finemem::Family,
+    &patronus::Family,
+    &rpc::Family,
+];
 
 /// The families for the memory node of a NIC that executes chains.
 pub fn nodes<N: DirectNic>() -> NodeRegistry<N> {
@@ -62,15 +73,21 @@ pub fn nodes<N: DirectNic>() -> NodeRegistry<N> {
 
 /// The families for the memory node of any NIC.
 pub fn nodes_without_chains<N: Nic>() -> NodeRegistry<N> {
-    let families: [&'static dyn NodeFamily<N>; 3] =
-        [&finemem::Family, &rpc::Family, &tdmem::Family];
+    let families: [&'static dyn NodeFamily<N>; 4] =
+        [&finemem::Family, &patronus::Family, &rpc::Family, &tdmem::Family];
     Registry::new(families)
 }
 
 /// The families for a pool client.
 pub fn clients<N: Nic>() -> ClientRegistry<N> {
-    let families: [&'static dyn ClientFamily<N>; 5] =
-        [&onesidedmw::Family, &odrp::Family, &finemem::Family, &rpc::Family, &tdmem::Family];
+    let families: [&'static dyn ClientFamily<N>; 6] = [
+        &onesidedmw::Family,
+        &odrp::Family,
+        &finemem::Family,
+        &patronus::Family,
+        &rpc::Family,
+        &tdmem::Family,
+    ];
     Registry::new(families)
 }
 

@@ -33,6 +33,13 @@ fn every_scheme_conforms_with_its_options() {
                 }
                 "tiers" => settings(scheme).with(option, TierSizes { fast: 8192, dram: None }),
                 "seed" => settings(scheme).with(option, 7),
+                "lease_min_us" => settings(scheme).with(option, 1),
+                "lease_max_us" => settings(scheme).with(option, 50),
+                "permissions_max" => settings(scheme).with(option, 1),
+                "domain_bytes" => settings(scheme).with(option, 6 * 4096),
+                "spares" if scheme == &schemes::PATRONUS_2 => settings(scheme).with(option, 0),
+                "spares" => settings(scheme).with(option, 3),
+                "clock_drift_ppm_max" => settings(scheme).with(option, 0),
                 other => panic!("option {other} has no check"),
             });
         }

@@ -1,0 +1,12 @@
+//! Tests of the book.
+
+mod effects;
+mod exhaustive;
+mod expected;
+mod invariants;
+mod objects;
+mod random;
+mod rules;
+mod scene;
+mod slabs;
+mod world;
