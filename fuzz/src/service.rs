@@ -105,7 +105,7 @@ pub(crate) fn request(input: &mut Input<'_>) -> Request {
                 bulletin_rkey: input.number(),
                 ..ConnectRequest::default()
             };
-            Request::Admit(Admission { connect, ..Admission::default() })
+            Request::Admit(Box::new(Admission { connect, ..Admission::default() }))
         }
         1 => Request::AwaitMemory { timeout_ms: input.number().into() },
         2 => Request::Status,

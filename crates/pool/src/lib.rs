@@ -53,8 +53,8 @@ pub mod socket;
 pub use seal::Cipher;
 
 pub use scheme::{
-    CasStats, ClientId, ConnectReply, ConnectRequest, Error, Grant, GroupId, Lane, NodeStatus,
-    Scheme, SchemeInfo,
+    CasStats, ClientId, ConnectReply, ConnectRequest, DomainToken, Error, Grant, GroupId, Lane,
+    LeaseTerms, NodeStatus, Object, Opens, Others, Permission, Right, Scheme, SchemeInfo, Sharing,
 };
 pub use schemes::onesidedmw::Budget;
 pub use schemes::rpc::ControlMode;

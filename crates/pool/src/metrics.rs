@@ -8,7 +8,7 @@
 use crate::edge::NIC_METRICS;
 use crate::protocol::{Status, Trouble};
 use metrics::{Declared, Metric, Samples, Unit, counter, declare, gauge};
-use scheme::{BudgetStatus, NodeStatus};
+use scheme::{BudgetStatus, LeaseStatus, NodeStatus};
 
 declare! {
     Status {
@@ -55,6 +55,9 @@ impl Status {
         if let Some(budget) = &self.node.budget {
             budget.sample(&mut samples);
         }
+        if let Some(lease) = &self.node.lease {
+            lease.sample(&mut samples);
+        }
         self.trouble.sample(&mut samples);
         for declared in NIC_METRICS {
             samples.add_numbers(declared, &self.nic_counters);
@@ -65,6 +68,12 @@ impl Status {
 
 /// The declarations of all metrics of a memory node.
 pub fn declared() -> impl Iterator<Item = &'static Metric> {
-    let own = [Status::METRICS, NodeStatus::METRICS, BudgetStatus::METRICS, Trouble::METRICS];
+    let own = [
+        Status::METRICS,
+        NodeStatus::METRICS,
+        BudgetStatus::METRICS,
+        LeaseStatus::METRICS,
+        Trouble::METRICS,
+    ];
     own.into_iter().chain(NIC_METRICS).flatten()
 }

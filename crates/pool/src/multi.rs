@@ -12,6 +12,8 @@
 //! do not wait for it. The state ends when its control connection ends, which makes the memory node
 //! *gone*, or after [`SILENCE`], which makes it a normal memory node again.
 
+mod leases;
+
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -234,23 +236,42 @@ impl<N: Nic> MultiPool<N> {
                     node.free.fetch_sub(grant.len as i64, Ordering::Relaxed);
                     return Ok(PlacedGrant { node: index, grant });
                 }
-                Err(e) if is_gone(&e) || is_silent(&e) => {
-                    self.failed(index, &e);
-                    last = last.or(Some(e));
-                }
-                Err(e @ (Error::OutOfMemory { .. } | Error::OverBudget { .. })) => {
-                    node.free.store(0, Ordering::Relaxed);
-                    last = Some(e);
-                }
-                // This pool's largest block is smaller than that.
-                Err(e @ Error::Setting { .. }) => last = last.or(Some(e)),
-                Err(e) => return Err(e),
+                Err(e) => self.try_next(index, e, &mut last)?,
             }
         }
-        Err(last.unwrap_or_else(|| Error::Gone {
+        Err(self.none_has(bytes, last))
+    }
+
+    /// Handles a failed allocation. Succeeds if another memory node may have the memory; `last` is
+    /// then the error in case that none has.
+    fn try_next(
+        &self,
+        index: NodeIndex,
+        error: Error,
+        last: &mut Option<Error>,
+    ) -> Result<(), Error> {
+        match error {
+            e if is_gone(&e) || is_silent(&e) => {
+                self.failed(index, &e);
+                last.get_or_insert(e);
+            }
+            e @ (Error::OutOfMemory { .. } | Error::OverBudget { .. }) => {
+                self.nodes[index.0 as usize].free.store(0, Ordering::Relaxed);
+                *last = Some(e);
+            }
+            // This pool's largest block is smaller than that.
+            e @ Error::Setting { .. } => _ = last.get_or_insert(e),
+            e => return Err(e),
+        }
+        Ok(())
+    }
+
+    /// The error if no memory node has `bytes`.
+    fn none_has(&self, bytes: u64, last: Option<Error>) -> Error {
+        last.unwrap_or_else(|| Error::Gone {
             attempt: format!("allocating {bytes} bytes"),
             why: format!("none of {} memory nodes responds", self.nodes.len()),
-        }))
+        })
     }
 
     /// Frees a block, like [`Pool::free`]. Succeeds if the memory node is gone, because its

@@ -14,6 +14,7 @@
 //! core has a thread that drives one [`Worker`] of the scheme, outside that lock.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::num::NonZero;
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -31,7 +32,7 @@ use crate::settings::Settings;
 use scheme::options::Terms;
 use scheme::{
     ClientId, ConnectReply, ConnectRequest, Cpu, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
-    QpSet, Worker,
+    Offer, QpSet, Worker,
 };
 use units::cpus::cores;
 
@@ -56,6 +57,8 @@ struct Inner {
     polls: bool,
     /// See [`NodeScheme::functions`].
     functions: u32,
+    /// See [`NodeScheme::spares`].
+    spares: u32,
     /// See [`NodeScheme::terms`].
     terms: Terms,
     started: Instant,
@@ -83,7 +86,7 @@ const RETIRE_AGAIN: Duration = Duration::from_millis(100);
 impl MemoryNode {
     /// A memory node with `scheme`, which was created with the same settings.
     pub fn new(mut scheme: Box<dyn NodeScheme>, settings: Settings) -> Self {
-        let (functions, terms) = (scheme.functions(), scheme.terms());
+        let (functions, spares, terms) = (scheme.functions(), scheme.spares(), scheme.terms());
         let Cpu { events, workers, polls } = scheme.cpu();
         let core = Mutex::new(Core {
             scheme,
@@ -103,6 +106,7 @@ impl MemoryNode {
             workers: Mutex::new(workers),
             polls,
             functions,
+            spares,
             terms,
             started,
             incarnation,
@@ -119,7 +123,7 @@ impl MemoryNode {
 
     /// Maximum number of QPs of a compute node.
     pub(crate) fn client_qps(&self) -> u32 {
-        self.settings().client_qps(self.inner.functions)
+        self.settings().client_qps(self.inner.functions * (1 + self.inner.spares))
     }
 
     /// Time since this memory node was created.
@@ -129,8 +133,9 @@ impl MemoryNode {
 
     /// The first reply to a compute node.
     pub fn welcome(&self) -> NodeHello {
-        let Inner { settings, functions, incarnation, terms, .. } = &*self.inner;
-        NodeHello::of(&settings.scheme_part(), *functions, *incarnation, terms.clone())
+        let Inner { settings, functions, spares, incarnation, terms, .. } = &*self.inner;
+        let hello = NodeHello::of(&settings.scheme_part(), *functions, *incarnation, terms.clone());
+        NodeHello { offer: Offer { spares: *spares, ..hello.offer }, ..hello }
     }
 
     /// Admits a compute node and assigns its number. A number is reused only after all others.
@@ -310,11 +315,11 @@ impl MemoryNode {
     /// Polls one worker. Takes the memory node's lock only if a compute node may be departing.
     fn poll_worker(&self, worker: &mut dyn Worker) -> Result<PollOutcome, Error> {
         let busy = worker.poll()?;
-        let mut next_poll = None;
+        let mut next_poll = worker.next_poll();
         if self.inner.any_leaving.load(Ordering::Acquire) {
             let core = &mut *self.inner.core.lock();
             core.retire_again()?;
-            next_poll = core.next_retire();
+            next_poll = next_poll.into_iter().chain(core.next_retire()).min();
             if busy {
                 self.forget_retired(core);
             }
@@ -437,6 +442,8 @@ const SLEEP: Duration = Duration::from_secs(10);
 const WATCH_MIN: Duration = Duration::from_micros(100);
 /// Longest sleep while the free queue is watched.
 const WATCH_MAX: Duration = Duration::from_millis(4);
+/// Timer slack of the threads. The kernel's default of 50 us would end leases late.
+const TIMER_SLACK_NS: u64 = 1_000;
 /// Idle polls of a polling CPU between two yields.
 const POLLS_PER_YIELD: u32 = 4096;
 
@@ -508,6 +515,8 @@ impl NodeThread {
         let (node, its_events, its_shared) = (node.clone(), events.clone(), shared.clone());
         let thread = thread::Builder::new().name("granary-turn".into()).spawn(move || {
             its_shared.clock.adopt();
+            // If the kernel refuses, sleeps are less precise.
+            let _ = rustix::thread::set_current_timer_slack(NonZero::new(TIMER_SLACK_NS));
             if let Err(e) = run_polls(&node, poll, (&*its_events, busy), &its_shared) {
                 tracing::error!(why = e.to_string(), "control thread ended");
                 *its_shared.failure.lock() = Some(e.to_string());

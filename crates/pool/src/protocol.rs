@@ -30,11 +30,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::Error;
-use crate::remote::RoceEnd;
 use crate::remote::token::Nonce;
+use crate::remote::{RoceEnd, domain};
 use crate::settings::Settings;
 use scheme::options::Terms;
-use scheme::{ConnectReply, ConnectRequest, NodeSettings, NodeStatus, Offer};
+use scheme::{ConnectReply, ConnectRequest, DomainToken, NodeSettings, NodeStatus, Offer};
 use verbs::SessionSecret;
 
 /// Version of this protocol and of the layouts that compute nodes access directly in a memory node.
@@ -83,7 +83,7 @@ pub struct Numbered<T> {
 #[non_exhaustive]
 pub enum Request {
     /// Create the peers of the listed QPs and register the sender as a compute node.
-    Admit(Admission),
+    Admit(Box<Admission>),
     /// Answer once a chunk is free, or after the timeout.
     AwaitMemory {
         /// Timeout in milliseconds.
@@ -199,6 +199,12 @@ pub struct Admission {
     /// Salt from which the initial state of the QPs is derived. Only from another host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub salt: Option<Nonce>,
+    /// Token of the compute node's domain. Only from a compute node on the memory node's host.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "domain")]
+    pub domain: Option<DomainToken>,
+    /// Proof that the compute node has the token of its domain. Only from another host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub domain_proof: Option<String>,
 }
 
 /// First reply of a memory node, sent before the compute node creates its QPs.
@@ -408,7 +414,12 @@ mod tests {
             ..ConnectRequest::default()
         };
         let admission = Admission { connect: admission, ..Admission::default() };
-        let body = Request::Admit(admission);
+        let body = Request::Admit(Box::new(admission));
+        round_trip(Numbered { id: 1, body });
+        let (domain, proof) = (Some(DomainToken([0xa5; 32])), Some("12".into()));
+        let admission = Admission { domain, domain_proof: proof, ..Admission::default() };
+        let body = Request::Admit(Box::new(admission));
+        assert_eq!(serde_json::to_value(&body).unwrap()["domain"], "a5".repeat(32));
         round_trip(Numbered { id: 1, body });
         round_trip(Numbered { id: u64::MAX, body: Request::AwaitMemory { timeout_ms: 5 } });
         round_trip(Numbered {
@@ -441,15 +452,15 @@ mod tests {
         let hello = Reply::Welcome(NodeHello::of(&settings, 1, 7, terms));
         let expected = serde_json::json!({
             "id": 0, "reply": "welcome", "version": 3, "scheme": "onesidedmw", "control": "event",
-            "chunk_bytes": 1 << 20, "chunks": 256, "group_size": 3, "functions": 1, "credits": 8,
-            "groups_max": 64, "incarnation": 7, "budget_chunks": 9, "separation": true,
-            "contention_control": true, "authenticated": false,
+            "chunk_bytes": 1 << 20, "chunks": 256, "group_size": 3, "functions": 1, "spares": 0,
+            "credits": 8, "groups_max": 64, "incarnation": 7, "budget_chunks": 9,
+            "separation": true, "contention_control": true, "authenticated": false,
         });
         let message = Numbered { id: 0, body: hello };
         assert_eq!(serde_json::to_value(&message).unwrap(), expected);
         round_trip(message);
         let roce = Some(RoceEnd { port: 4791, mtu: verbs::PathMtu::Mtu1024 });
-        let body = Request::Admit(Admission { roce, ..Admission::default() });
+        let body = Request::Admit(Box::new(Admission { roce, ..Admission::default() }));
         let admission = serde_json::to_value(&Numbered { id: 1, body }).unwrap();
         let names: Vec<_> = admission.as_object().unwrap().keys().map(String::as_str).collect();
         let fields = ["bulletin_addr", "bulletin_rkey", "groups", "id", "management", "request"];
@@ -491,8 +502,10 @@ mod tests {
             bulletin_rkey: u32::MAX,
             ..ConnectRequest::default()
         };
-        let admission = Admission { connect: admission, ..Admission::default() };
-        encode("test", &Numbered { id: u64::MAX, body: Request::Admit(admission) }).unwrap();
+        let domain = Some(DomainToken([0xff; 32]));
+        let admission = Admission { connect: admission, domain, ..Admission::default() };
+        encode("test", &Numbered { id: u64::MAX, body: Request::Admit(Box::new(admission)) })
+            .unwrap();
     }
 
     proptest! {

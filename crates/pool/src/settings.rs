@@ -167,10 +167,10 @@ impl Settings {
         kept as usize
     }
 
-    /// Maximum number of QPs of a compute node: its access QPs for `functions` functions of the
-    /// NIC, and its management QPs.
-    pub(crate) fn client_qps(&self, functions: u32) -> u32 {
-        self.groups_max * self.lanes() * functions + MANAGEMENT_QPS_MAX
+    /// Maximum number of QPs of a compute node: `each_lane` access QPs of each lane, for the
+    /// functions of the NIC and for spares, and its management QPs.
+    pub(crate) fn client_qps(&self, each_lane: u32) -> u32 {
+        self.groups_max * self.lanes() * each_lane + MANAGEMENT_QPS_MAX
     }
 
     /// Checks every setting. The error names the first invalid one.

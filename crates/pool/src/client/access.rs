@@ -1,5 +1,7 @@
 //! READ, WRITE, CAS and FAA on the chunk of a grant.
 
+use std::borrow::Borrow;
+
 use verbs::executor::block_on;
 use verbs::{Nic, Remote};
 
@@ -9,16 +11,22 @@ use super::detached::Detached;
 use super::operation::{HeldMemory, Operation};
 use super::{Buffer, Inner, Pool, Transfer};
 use crate::Error;
-use scheme::{Access, Grant, Lane};
+use scheme::{Access, Grant, Lane, Opens, Right};
 
 /// The lane of synchronous operations.
 const SYNC: Lane = Lane(0);
 
 impl<N: Nic> Pool<N> {
     /// Reads `into.len()` bytes at `offset` of a chunk.
-    pub async fn read(&self, grant: &Grant, offset: u64, into: &mut [u8]) -> Result<(), Error> {
-        let inner = &*self.inner;
-        inner.check(grant, "read", offset, into.len())?;
+    pub async fn read(
+        &self,
+        grant: &impl Opens,
+        offset: u64,
+        into: &mut [u8],
+    ) -> Result<(), Error> {
+        let (inner, grant) = (&*self.inner, grant.current());
+        let grant = grant.borrow();
+        inner.check(grant, Right::Read, "read", offset, into.len())?;
         if inner.page_bytes.is_some() {
             return self.read_page(grant, offset, into).await;
         }
@@ -31,9 +39,15 @@ impl<N: Nic> Pool<N> {
     }
 
     /// [`Pool::read`], blocking.
-    pub fn read_blocking(&self, grant: &Grant, offset: u64, into: &mut [u8]) -> Result<(), Error> {
-        let inner = &*self.inner;
-        inner.check(grant, "read", offset, into.len())?;
+    pub fn read_blocking(
+        &self,
+        grant: &impl Opens,
+        offset: u64,
+        into: &mut [u8],
+    ) -> Result<(), Error> {
+        let (inner, grant) = (&*self.inner, grant.current());
+        let grant = grant.borrow();
+        inner.check(grant, Right::Read, "read", offset, into.len())?;
         if inner.page_bytes.is_some() {
             return block_on(self.read_page(grant, offset, into));
         }
@@ -46,9 +60,10 @@ impl<N: Nic> Pool<N> {
     }
 
     /// Writes `from` at `offset` of a chunk.
-    pub async fn write(&self, grant: &Grant, offset: u64, from: &[u8]) -> Result<(), Error> {
-        let inner = &*self.inner;
-        inner.check(grant, "write", offset, from.len())?;
+    pub async fn write(&self, grant: &impl Opens, offset: u64, from: &[u8]) -> Result<(), Error> {
+        let (inner, grant) = (&*self.inner, grant.current());
+        let grant = grant.borrow();
+        inner.check(grant, Right::Write, "write", offset, from.len())?;
         if inner.page_bytes.is_some() {
             return self.write_page(grant, offset, from).await;
         }
@@ -59,9 +74,15 @@ impl<N: Nic> Pool<N> {
     }
 
     /// [`Pool::write`], blocking.
-    pub fn write_blocking(&self, grant: &Grant, offset: u64, from: &[u8]) -> Result<(), Error> {
-        let inner = &*self.inner;
-        inner.check(grant, "write", offset, from.len())?;
+    pub fn write_blocking(
+        &self,
+        grant: &impl Opens,
+        offset: u64,
+        from: &[u8],
+    ) -> Result<(), Error> {
+        let (inner, grant) = (&*self.inner, grant.current());
+        let grant = grant.borrow();
+        inner.check(grant, Right::Write, "write", offset, from.len())?;
         if inner.page_bytes.is_some() {
             return block_on(self.write_page(grant, offset, from));
         }
@@ -110,12 +131,13 @@ impl<N: Nic> Pool<N> {
     /// their previous value. The word is big-endian in memory.
     pub async fn compare_and_swap(
         &self,
-        grant: &Grant,
+        grant: &impl Opens,
         offset: u64,
         expected: u64,
         new: u64,
     ) -> Result<u64, Error> {
-        let mut op = self.inner.compare_and_swap(grant, offset, expected, new)?;
+        let grant = grant.current();
+        let mut op = self.inner.compare_and_swap(grant.borrow(), offset, expected, new)?;
         (&mut op).await?;
         Ok(old_word(&op))
     }
@@ -123,20 +145,27 @@ impl<N: Nic> Pool<N> {
     /// [`Pool::compare_and_swap`], blocking.
     pub fn compare_and_swap_blocking(
         &self,
-        grant: &Grant,
+        grant: &impl Opens,
         offset: u64,
         expected: u64,
         new: u64,
     ) -> Result<u64, Error> {
-        let mut op = self.inner.compare_and_swap(grant, offset, expected, new)?;
+        let grant = grant.current();
+        let mut op = self.inner.compare_and_swap(grant.borrow(), offset, expected, new)?;
         op.finish()?;
         Ok(old_word(&op))
     }
 
     /// Adds `add` to the 8 bytes at `offset`, a multiple of 8, with wrap-around. Returns their
     /// previous value. The word is big-endian in memory.
-    pub async fn fetch_and_add(&self, grant: &Grant, offset: u64, add: u64) -> Result<u64, Error> {
-        let mut op = self.inner.fetch_and_add(grant, offset, add)?;
+    pub async fn fetch_and_add(
+        &self,
+        grant: &impl Opens,
+        offset: u64,
+        add: u64,
+    ) -> Result<u64, Error> {
+        let grant = grant.current();
+        let mut op = self.inner.fetch_and_add(grant.borrow(), offset, add)?;
         (&mut op).await?;
         Ok(old_word(&op))
     }
@@ -144,11 +173,12 @@ impl<N: Nic> Pool<N> {
     /// [`Pool::fetch_and_add`], blocking.
     pub fn fetch_and_add_blocking(
         &self,
-        grant: &Grant,
+        grant: &impl Opens,
         offset: u64,
         add: u64,
     ) -> Result<u64, Error> {
-        let mut op = self.inner.fetch_and_add(grant, offset, add)?;
+        let grant = grant.current();
+        let mut op = self.inner.fetch_and_add(grant.borrow(), offset, add)?;
         op.finish()?;
         Ok(old_word(&op))
     }
@@ -177,22 +207,27 @@ impl<N: Nic> Pool<N> {
 }
 
 impl<N: Nic> Inner<N> {
-    /// Checks that the grant belongs to this connection and an existing group, and contains `len`
-    /// bytes at `offset`.
+    /// Checks that the grant belongs to this connection and an existing group, has the right
+    /// `needs`, contains `len` bytes at `offset`, and has not expired.
     #[inline]
     pub(super) fn check(
         &self,
         grant: &Grant,
+        needs: Right,
         op: &'static str,
         offset: u64,
         len: usize,
     ) -> Result<(), Error> {
         self.check_connection(grant, op)?;
+        if needs > grant.right {
+            return Err(Error::NotPermitted { op });
+        }
         let len = len as u64;
         if offset > grant.len || len > grant.len - offset {
             return Err(Error::OutOfRange { op, offset, len, grant_len: grant.len });
         }
-        self.check_group(grant.group)
+        self.check_group(grant.group)?;
+        self.check_lease(grant.until, op)
     }
 
     /// Fails if access is by pages, because grants then have no keys for one-sided access.
@@ -232,7 +267,7 @@ impl<N: Nic> Inner<N> {
         buffer: &Buffer<N>,
         lane: Lane,
     ) -> Result<Work<'static>, Error> {
-        self.check(t.grant, "read", t.offset, t.len as usize)?;
+        self.check(t.grant, Right::Read, "read", t.offset, t.len as usize)?;
         self.check_one_sided("read")?;
         let to = buffer.part(t, "read", self.connection)?;
         Ok(Work::Read { from: remote(t.grant, t.offset, lane), to })
@@ -245,24 +280,28 @@ impl<N: Nic> Inner<N> {
         buffer: &Buffer<N>,
         lane: Lane,
     ) -> Result<Work<'static>, Error> {
-        self.check(t.grant, "write", t.offset, t.len as usize)?;
+        self.check(t.grant, Right::Write, "write", t.offset, t.len as usize)?;
         self.check_one_sided("write")?;
         let from = buffer.part(t, "write", self.connection)?;
         Ok(Work::Write { to: remote(t.grant, t.offset, lane), from })
     }
 
+    /// Starts to read a part. The lease may have ended while the parts before it were read.
     fn read_part(&self, grant: &Grant, at: u64, len: usize) -> Result<Operation<'_, N>, Error> {
+        self.check_lease(grant.until, "read")?;
         let place = self.bounce.take(len)?;
         let work = Work::Read { from: remote(grant, at, SYNC), to: place.sge(0, len) };
         Operation::post(self, grant, SYNC, work, HeldMemory::Place(place))
     }
 
+    /// Starts to write a part. The lease may have ended while the parts before it were written.
     fn write_part<'a>(
         &'a self,
         grant: &Grant,
         at: u64,
         data: &'a [u8],
     ) -> Result<Operation<'a, N>, Error> {
+        self.check_lease(grant.until, "write")?;
         let to = remote(grant, at, SYNC);
         if self.is_inline(data.len()) {
             let work = Work::WriteInline { to, data };
@@ -313,7 +352,7 @@ impl<N: Nic> Inner<N> {
         offset: u64,
         lane: Lane,
     ) -> Result<Remote, Error> {
-        self.check(grant, op, offset, 8)?;
+        self.check(grant, Right::Write, op, offset, 8)?;
         self.check_one_sided(op)?;
         if !offset.is_multiple_of(8) {
             return Err(Error::Setting {

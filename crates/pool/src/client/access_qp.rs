@@ -1,7 +1,7 @@
-//! Access QPs: posting to them, and re-establishing them after a failed access.
+//! Access QPs of a group: posting to them, and why one of them has failed.
 //!
 //! ```text
-//! group g (one per core): one CQ, one QP per lane
+//! group g (one per core): one CQ, one virtual QP per lane
 //!   lane 0 ── QP ══ memory node's QP        a grant for group g has one key for each lane's QP
 //!   lane 1 ── QP ══ memory node's QP
 //! ```
@@ -11,25 +11,26 @@
 //! The grant names the function. All QPs are connected at admission, so that no access waits for a
 //! connection.
 //!
-//! A refused access puts its QP into the error state and flushes all other operations on it. The
-//! windows stay bound, because both QPs keep their numbers. The first thread that notices resets
-//! the QP on both sides and connects it again. Flushed operations of other threads are reposted,
-//! because a flushed request was not executed. `epoch` counts the resets, so that each failure
-//! causes one reset only.
+//! A refused access puts its QP into the error state and flushes all later operations on it. A
+//! [virtual QP](Path) then goes on, on a spare QP or on the same QP after a reset on both sides.
+//! Keys stay valid in both cases. A type-2 window is bound to the number of a QP, and a QP that is
+//! reset keeps its number. Keys of schemes with spare QPs are valid on every QP in the compute
+//! node's PD, so they do not depend on a number.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use parking_lot::RwLock;
+use parking_lot::{Condvar, Mutex};
 use smallvec::SmallVec;
-use verbs::completion::{Completer, LIST_MAX, Pending, id_at};
+use verbs::completion::{Completer, LIST_MAX, id_at};
 use verbs::{
-    Access, CompletionQueue, CqAttr, Error as VerbsError, Nic, Op, PeerAddress, QpAttr, QpChange,
-    Qpn, QueuePair, Receive, ReceiveAttr, Remote, SendFlags, Sge, WorkRequest,
+    Access, CqAttr, Error as VerbsError, Nic, Op, PeerAddress, QpAttr, QpChange, Qpn, QueuePair,
+    Receive, ReceiveAttr, Remote, SendFlags, Sge, Status, WorkRequest,
 };
 
 use super::control::ControlPlane;
+use super::path::{Path, PathIndex, Posted};
 use crate::Error;
 use crate::nic::QueueSizes;
 use scheme::{GroupId, Lane};
@@ -37,8 +38,9 @@ use scheme::{GroupId, Lane};
 /// A QP group of a compute node.
 pub(super) struct Group<N: Nic> {
     pub completer: Arc<Completer<N::Cq>>,
-    pub qps: Vec<AccessQp<N>>,
-    /// QPs per function.
+    /// Virtual QPs, by function, then by lane.
+    pub paths: Vec<Path<N>>,
+    /// Virtual QPs per function.
     lanes: u8,
     pub counts: Counts,
 }
@@ -57,19 +59,73 @@ pub(super) struct Counts {
 /// Longest list of requests that is posted without an allocation.
 pub(super) const STACK_REQUESTS: usize = 16;
 
-/// Index of an access QP in its group, in the order of the admission: by function, then by lane.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(super) struct AccessQpIndex(u8);
-
 /// An access QP.
 pub(super) struct AccessQp<N: Nic> {
     qp: N::Qp,
-    /// The group's, or the one of all QPs that can be lent.
-    completer: Arc<Completer<N::Cq>>,
-    /// Number of resets. Held for reading while an operation is posted.
-    epoch: RwLock<u64>,
     group: GroupId,
-    index: AccessQpIndex,
+    /// Index in the group, in the order of the admission.
+    index: u8,
+    failure: Arc<Failure>,
+}
+
+/// Status of the request that put a QP into the error state. The requests behind it are flushed.
+#[derive(Default)]
+pub(super) struct Failure {
+    state: Mutex<FailureState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct FailureState {
+    status: Option<Status>,
+    /// Number of times that the QP was connected.
+    connections: u64,
+}
+
+/// Time limit for the status of the request that failed, after a request was flushed. The thread
+/// that has polled that status needs some microseconds, unless it is not scheduled.
+const STATUS_WAIT: Duration = Duration::from_millis(100);
+
+impl Failure {
+    /// Stores the status of a request that was not only flushed. A missing answer is kept, because
+    /// the peer may still execute requests after it.
+    fn note(&self, status: Status) {
+        let mut state = self.state.lock();
+        if state.status.is_none() || status == Status::RetryExceeded {
+            state.status = Some(status);
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Forgets the status: the QP was connected again.
+    fn clear(&self) {
+        let mut state = self.state.lock();
+        state.status = None;
+        state.connections += 1;
+        drop(state);
+        self.changed.notify_all();
+    }
+}
+
+/// Wait for the status of the request that has put a QP into the error state, for a thread that has
+/// seen a later request end as flushed. Completions are polled in order, but another thread may
+/// have polled the earlier one and not stored its status yet.
+pub(super) struct FailureWait {
+    failure: Arc<Failure>,
+    connections: u64,
+}
+
+impl FailureWait {
+    /// The status; `None` if the QP was connected again, or no request failed within a time limit.
+    pub fn until_known(self) -> Option<Status> {
+        let mut state = self.failure.state.lock();
+        let is_waiting = |state: &mut FailureState| {
+            state.status.is_none() && state.connections == self.connections
+        };
+        self.failure.changed.wait_while_for(&mut state, is_waiting, STATUS_WAIT);
+        if state.connections == self.connections { state.status } else { None }
+    }
 }
 
 /// An access in a form that can be reposted.
@@ -135,19 +191,15 @@ fn fences<'a>(works: impl Iterator<Item = &'a Work<'a>>) -> impl Iterator<Item =
 /// Values for a list of works, on the stack for lists of usual length.
 type OnStack<T> = SmallVec<[T; STACK_REQUESTS]>;
 
-/// A posted operation and the epoch at that time.
-pub(super) struct Posted<N: Nic> {
-    pub pending: Pending<N::Cq>,
-    pub epoch: u64,
-}
-
 /// Number and size of access QPs.
 #[derive(Clone, Copy)]
 pub(super) struct AccessSizes {
-    /// QPs of each function of the memory node's NIC.
+    /// Virtual QPs of each function of the memory node's NIC.
     pub lanes: u8,
     /// Functions of the memory node's NIC.
     pub functions: u8,
+    /// Spare QPs of each lane.
+    pub spares: u8,
     pub send_blocks: u32,
     /// Receives of each QP.
     pub receives: u32,
@@ -156,10 +208,15 @@ pub(super) struct AccessSizes {
 }
 
 impl AccessSizes {
-    /// Entries of a CQ for `qps` QPs: room for all posted operations, and as many again that are
-    /// flushed at a reset.
-    fn entries(&self, qps: u32) -> u32 {
-        2 * qps * (self.send_blocks + self.receives)
+    /// QPs of a virtual QP.
+    fn each(&self) -> u32 {
+        1 + self.spares as u32
+    }
+
+    /// Entries of a CQ for `paths` virtual QPs: room for all posted operations, and as many again
+    /// that are flushed at a reset.
+    fn entries(&self, paths: u32) -> u32 {
+        2 * paths * self.each() * (self.send_blocks + self.receives)
     }
 
     /// Entries of the CQ of a group.
@@ -169,14 +226,15 @@ impl AccessSizes {
 
     /// Entries of the CQ of the QPs that can be lent, in `groups` groups; `None` if there are none.
     fn lendable_entries(&self, groups: u16) -> Option<u32> {
-        let qps = groups as u32 * self.functions as u32 * (self.lanes as u32).saturating_sub(1);
-        (self.is_lendable && qps > 0).then(|| self.entries(qps))
+        let paths = groups as u32 * self.functions as u32 * (self.lanes as u32).saturating_sub(1);
+        (self.is_lendable && paths > 0).then(|| self.entries(paths))
     }
 
     /// The queues of `groups` groups.
     pub fn queues(&self, groups: u16) -> QueueSizes {
         let of_groups = std::iter::repeat_n(self.group_entries(), groups as usize);
-        let qps = groups as usize * self.lanes as usize * self.functions as usize;
+        let paths = groups as usize * self.lanes as usize * self.functions as usize;
+        let qps = paths * self.each() as usize;
         QueueSizes {
             cqs: of_groups.chain(self.lendable_entries(groups)).collect(),
             send_queues: vec![self.send_blocks; qps],
@@ -205,13 +263,16 @@ impl<N: Nic> Group<N> {
         lendable: Option<&Arc<Completer<N::Cq>>>,
     ) -> Result<Self, Error> {
         let AccessSizes { lanes, functions, send_blocks, receives, .. } = sizes;
-        let count = lanes as u32 * functions as u32;
+        let paths = lanes as u32 * functions as u32;
         let entries = sizes.group_entries();
         let cq = nic.create_cq(CqAttr { entries, ignore_overrun: false })?;
         let completer = Arc::new(Completer::new(cq));
+        let completer_of = |path: u32| {
+            let lendable = lendable.filter(|_| !path.is_multiple_of(lanes as u32));
+            lendable.unwrap_or(&completer)
+        };
         let access_qp = |index: u32| -> Result<AccessQp<N>, Error> {
-            let lendable = lendable.filter(|_| !index.is_multiple_of(lanes as u32));
-            let completer = lendable.unwrap_or(&completer).clone();
+            let completer = completer_of(index % paths);
             let attr = QpAttr {
                 send_cq: completer.cq(),
                 recv_cq: completer.cq(),
@@ -224,29 +285,40 @@ impl<N: Nic> Group<N> {
                 access: Access::REMOTE_WRITE,
             };
             let qp = nic.create_qp(pd, attr)?;
-            let index = AccessQpIndex(index as u8);
-            Ok(AccessQp { qp, completer, epoch: RwLock::new(0), group, index })
+            Ok(AccessQp { qp, group, index: index as u8, failure: Arc::default() })
         };
-        let qps = (0..count).map(access_qp).collect::<Result<_, _>>()?;
-        Ok(Self { completer, qps, lanes, counts: Counts::default() })
+        let path = |path: u32| -> Result<Path<N>, Error> {
+            let indices = (0..sizes.each()).map(|round| path + round * paths);
+            let qps = indices.map(access_qp).collect::<Result<_, _>>()?;
+            Ok(Path::new(qps, completer_of(path).clone()))
+        };
+        let paths = (0..paths).map(path).collect::<Result<_, _>>()?;
+        Ok(Self { completer, paths, lanes, counts: Counts::default() })
     }
 
-    /// Index of the QP for a function of the memory node's NIC and a lane, modulo the number of
-    /// lanes.
+    /// The QPs in the order of the admission: the first of each virtual QP, then the second of
+    /// each, and so on.
+    pub fn qps(&self) -> impl Iterator<Item = &AccessQp<N>> {
+        let rounds = self.paths[0].qps().len();
+        (0..rounds).flat_map(|round| self.paths.iter().map(move |path| &path.qps()[round]))
+    }
+
+    /// Index of the virtual QP for a function of the memory node's NIC and a lane, modulo the
+    /// number of lanes.
     #[inline]
-    pub fn qp_index(&self, function: u8, lane: Lane) -> AccessQpIndex {
+    pub fn path_index(&self, function: u8, lane: Lane) -> PathIndex {
         let index = function as usize * self.lanes as usize + (lane.0 % self.lanes) as usize;
         // Only a forged grant names a function that does not exist.
-        AccessQpIndex(if index < self.qps.len() { index } else { index % self.qps.len() } as u8)
+        PathIndex(if index < self.paths.len() { index } else { index % self.paths.len() } as u8)
     }
 
-    /// The access QP at an index of this group.
+    /// The virtual QP at an index of this group.
     #[inline]
-    pub fn access_qp(&self, index: AccessQpIndex) -> &AccessQp<N> {
-        &self.qps[index.0 as usize]
+    pub fn path(&self, index: PathIndex) -> &Path<N> {
+        &self.paths[index.0 as usize]
     }
 
-    /// QPs per function.
+    /// Virtual QPs per function.
     pub fn lanes(&self) -> u8 {
         self.lanes
     }
@@ -257,57 +329,49 @@ impl<N: Nic> Group<N> {
     #[inline]
     pub fn post<'a>(
         &self,
-        index: AccessQpIndex,
+        index: PathIndex,
         works: impl ExactSizeIterator<Item = &'a Work<'a>> + Clone,
     ) -> Result<Posted<N>, Error> {
-        let access_qp = self.access_qp(index);
-        let mut tries = 0;
-        loop {
-            let epoch = access_qp.epoch.read();
-            match access_qp.completer.submit(|id| access_qp.post(id, works.clone())) {
-                Ok(pending) => return Ok(Posted { pending, epoch: *epoch }),
-                Err(VerbsError::QueueFull { .. }) => drop(epoch),
-                Err(e) => return Err(e.into()),
+        self.path(index).post(works)
+    }
+}
+
+/// Makes the completers store the status of each failed request in its QP's [`Failure`].
+pub(super) fn note_failures<'a, N: Nic>(
+    groups: &'a [Group<N>],
+    lendable: Option<&'a Completer<N::Cq>>,
+) {
+    let qps = groups.iter().flat_map(Group::qps);
+    let mut failures: Vec<_> = qps.map(|qp| (qp.qpn().raw(), qp.failure.clone())).collect();
+    failures.sort_unstable_by_key(|(qpn, _)| *qpn);
+    let failures: Arc<[_]> = failures.into();
+    for completer in groups.iter().map(|group| &*group.completer).chain(lendable) {
+        let failures = failures.clone();
+        completer.when_failed(Arc::new(move |completion| {
+            let at = failures.binary_search_by_key(&completion.qpn.raw(), |(qpn, _)| *qpn);
+            if let Ok(at) = at {
+                failures[at].1.note(completion.status);
             }
-            access_qp.make_room(&mut tries)?;
-        }
+        }));
     }
 }
 
 impl<N: Nic> AccessQp<N> {
-    /// Frees room in the send queue by polling completions, also those of other threads.
-    #[cold]
-    fn make_room(&self, tries: &mut u32) -> Result<(), Error> {
-        if self.completer.poll() > 0 {
-            *tries = 0;
-            return Ok(());
-        }
-        *tries += 1;
-        if *tries < 1000 && !N::Cq::VIRTUAL {
-            std::thread::yield_now();
-        } else {
-            // Another thread is polling, or the NIC has exited, which `wait` reports.
-            self.completer.cq().wait(Duration::from_millis(200))?;
-        }
-        Ok(())
-    }
-
-    /// Where operations on the QP complete.
-    pub fn completer(&self) -> &Completer<N::Cq> {
-        &self.completer
-    }
-
     /// The QP's number.
     pub fn qpn(&self) -> Qpn {
         self.qp.qpn()
     }
 
-    /// Connects the QP for the first time.
+    /// Connects the QP, which is new or in Reset.
     pub fn connect(&self, peer: PeerAddress) -> Result<(), Error> {
-        Ok(self.qp.connect(peer)?)
+        self.qp.connect(peer)?;
+        self.failure.clear();
+        Ok(())
     }
 
-    fn post<'a>(
+    /// Posts operations, which complete with `id`.
+    #[inline]
+    pub fn post<'a>(
         &self,
         id: u64,
         works: impl ExactSizeIterator<Item = &'a Work<'a>> + Clone,
@@ -342,29 +406,29 @@ impl<N: Nic> AccessQp<N> {
         &self.qp
     }
 
-    /// Number of resets. While it is locked for writing, no operation is posted.
-    pub fn epoch(&self) -> &RwLock<u64> {
-        &self.epoch
+    /// The status of the request that put the QP into the error state, if it is known.
+    pub fn failure(&self) -> Option<Status> {
+        self.failure.state.lock().status
     }
 
-    /// Re-establishes the QP after an operation that was posted in `epoch` failed, unless another
-    /// thread has done so. All operations in flight on it end as flushed.
-    pub fn recover(&self, epoch: u64, control: &dyn ControlPlane) -> Result<(), Error> {
-        let mut now = self.epoch.write();
-        if *now != epoch {
-            return Ok(());
-        }
+    /// Begins to wait for the status, which is not known yet.
+    pub fn failure_wait(&self) -> FailureWait {
+        let connections = self.failure.state.lock().connections;
+        FailureWait { failure: self.failure.clone(), connections }
+    }
+
+    /// Resets the QP on both sides and connects it again. All operations in flight on it end as
+    /// flushed.
+    pub fn reestablish(&self, control: &dyn ControlPlane) -> Result<(), Error> {
         self.qp.modify(QpChange::Reset)?;
-        self.reconnect(control)?;
-        *now += 1;
-        Ok(())
+        self.reconnect(control)
     }
 
-    /// Connects the QP, which is in Reset, to the memory node's QP, which is reset too. The caller
-    /// has locked the epoch for writing.
+    /// Connects the QP, which is in Reset, to the memory node's QP, which is reset too. No
+    /// operation may be posted meanwhile.
     pub fn reconnect(&self, control: &dyn ControlPlane) -> Result<(), Error> {
-        let peer = control.reset_access(self.group, Lane(self.index.0))?;
-        Ok(self.qp.connect(peer)?)
+        let peer = control.reset_access(self.group, Lane(self.index))?;
+        self.connect(peer)
     }
 }
 
@@ -388,5 +452,56 @@ mod tests {
             let expected: Vec<_> = list.chars().map(|c| c.is_ascii_uppercase()).collect();
             assert_eq!(fences(works.iter()).collect::<Vec<_>>(), expected, "{list}");
         }
+    }
+    #[test]
+    fn queues_hold_the_requests_of_all_spare_qps() {
+        for (spares, qps) in [(0, 6), (1, 12), (3, 24)] {
+            let (lanes, functions, send_blocks, receives) = (3, 1, 16, 0);
+            let sizes =
+                AccessSizes { lanes, functions, spares, send_blocks, receives, is_lendable: false };
+            let QueueSizes { cqs, send_queues } = sizes.queues(2);
+            assert_eq!(send_queues, vec![16; qps]);
+            assert_eq!(cqs, vec![2 * 16 * qps as u32 / 2; 2]);
+            // The first lane of each group has the group's CQ, the others share one.
+            let QueueSizes { cqs, .. } = AccessSizes { is_lendable: true, ..sizes }.queues(2);
+            let each = 2 * 16 * (1 + u32::from(spares));
+            assert_eq!(cqs, [each, each, 4 * each]);
+        }
+    }
+
+    /// A missing answer is never hidden by another failure, and a connected QP has no failure.
+    #[test]
+    fn failure_is_kept_until_the_qp_is_connected() {
+        let wait = |failure: &Arc<Failure>| {
+            let connections = failure.state.lock().connections;
+            FailureWait { failure: failure.clone(), connections }
+        };
+        use Status::{RemoteAccess, RetryExceeded};
+        for (noted, kept) in [
+            (&[RemoteAccess][..], RemoteAccess),
+            (&[RemoteAccess, RetryExceeded], RetryExceeded),
+            (&[RetryExceeded, RemoteAccess], RetryExceeded),
+        ] {
+            let failure = Arc::new(Failure::default());
+            assert_eq!(wait(&failure).until_known(), None, "after the time limit");
+            let before = wait(&failure);
+            noted.iter().for_each(|status| failure.note(*status));
+            assert_eq!(wait(&failure).until_known(), Some(kept));
+            failure.clear();
+            failure.note(RemoteAccess);
+            assert_eq!(before.until_known(), None, "the failure of another connection");
+        }
+    }
+
+    #[test]
+    fn waiting_thread_learns_the_status_from_another_thread() {
+        let failure = Arc::new(Failure::default());
+        let wait = FailureWait { failure: failure.clone(), connections: 0 };
+        let status = std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| wait.until_known());
+            failure.note(Status::RemoteAccess);
+            waiting.join().expect("it waits")
+        });
+        assert_eq!(status, Some(Status::RemoteAccess));
     }
 }

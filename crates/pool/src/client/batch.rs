@@ -1,16 +1,32 @@
 //! Batches of transfers between chunks and registered memory, with one doorbell per QP.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use smallvec::SmallVec;
 use verbs::{Completion, Nic, Status};
 
-use super::access_qp::{AccessQpIndex, Posted, Work};
+use super::access_qp::Work;
+use super::inner::Repeat;
+use super::path::{PathIndex, Posted};
 use super::{Buffer, Inner, Pool};
 use crate::Error;
 use scheme::{Grant, GroupId, Lane};
 
 /// A transfer between a chunk and a buffer.
+///
+/// For a permission, the grant is `&permission.grant()`:
+///
+/// ```
+/// use pool::{Buffer, DefaultNic, Error, Lane, Pool, Transfer};
+/// use pool::scheme::Permission;
+///
+/// fn load(pool: &Pool, permission: &Permission, to: &Buffer<DefaultNic>) -> Result<(), Error> {
+///     let grant = &permission.grant();
+///     let transfer = Transfer { grant, offset: 0, buffer_offset: 0, len: grant.len as u32 };
+///     pool.read_into(&transfer, to, Lane(0))?.wait()
+/// }
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Transfer<'a> {
     /// The chunk.
@@ -23,8 +39,8 @@ pub struct Transfer<'a> {
     pub len: u32,
 }
 
-/// An access QP of this compute node: its group and its index in the group.
-pub(super) type Qp = (GroupId, AccessQpIndex);
+/// A virtual QP of this compute node: its group and its index in the group.
+pub(super) type Qp = (GroupId, PathIndex);
 
 impl<N: Nic> Pool<N> {
     /// Reads several pieces of chunks into one buffer and waits for completion.
@@ -97,7 +113,8 @@ impl<N: Nic> Pool<N> {
         let inner = &self.inner;
         let mut works = Vec::with_capacity(transfers.len());
         for t in transfers {
-            works.push((inner.qp_of(t.grant, lane)?, work(inner, t, buffer, lane)?));
+            let qp = inner.qp_of(t.grant, lane)?;
+            works.push(Part { qp, until: t.grant.until, work: work(inner, t, buffer, lane)? });
         }
         Batch::post(inner.clone(), buffer.clone(), works)
     }
@@ -130,32 +147,36 @@ pub struct Batch<N: Nic> {
     pool: Arc<Inner<N>>,
     buffer: Buffer<N>,
     /// Sorted by QP.
-    works: Vec<(Qp, Work<'static>)>,
+    works: Vec<Part>,
     /// Posted parts, each with its range of `works`.
     posted: SmallVec<[(Posted<N>, usize, usize); 2]>,
     tries: u32,
+}
+
+/// A transfer of a batch.
+struct Part {
+    qp: Qp,
+    /// End of the grant's lease.
+    until: Duration,
+    work: Work<'static>,
 }
 
 impl<N: Nic> Inner<N> {
     /// The QP that an access to `grant` on `lane` uses.
     pub(super) fn qp_of(&self, grant: &Grant, lane: Lane) -> Result<Qp, Error> {
         self.check_group(grant.group)?;
-        Ok((grant.group, self.group(grant.group).qp_index(grant.function, lane)))
+        Ok((grant.group, self.group(grant.group).path_index(grant.function, lane)))
     }
 }
 
 impl<N: Nic> Batch<N> {
-    fn post(
-        pool: Arc<Inner<N>>,
-        buffer: Buffer<N>,
-        mut works: Vec<(Qp, Work<'static>)>,
-    ) -> Result<Self, Error> {
-        works.sort_by_key(|(qp, _)| *qp);
+    fn post(pool: Arc<Inner<N>>, buffer: Buffer<N>, mut works: Vec<Part>) -> Result<Self, Error> {
+        works.sort_by_key(|part| part.qp);
         let mut batch = Self { pool, buffer, works, posted: SmallVec::new(), tries: 0 };
         let mut start = 0;
         while start < batch.works.len() {
-            let qp = batch.works[start].0;
-            let run = batch.works[start..].iter().take_while(|(q, _)| *q == qp).count();
+            let qp = batch.works[start].qp;
+            let run = batch.works[start..].iter().take_while(|part| part.qp == qp).count();
             let end = start + run.min(batch.pool.burst);
             let posted = batch.post_range(start, end)?;
             batch.posted.push((posted, start, end));
@@ -165,8 +186,8 @@ impl<N: Nic> Batch<N> {
     }
 
     fn post_range(&self, start: usize, end: usize) -> Result<Posted<N>, Error> {
-        let (group, index) = self.works[start].0;
-        self.pool.post(group, index, self.works[start..end].iter().map(|(_, work)| work))
+        let (group, index) = self.works[start].qp;
+        self.pool.post(group, index, self.works[start..end].iter().map(|part| &part.work))
     }
 
     /// Waits until all transfers have ended; spins briefly, then sleeps. Returns one of the errors
@@ -174,8 +195,8 @@ impl<N: Nic> Batch<N> {
     pub fn wait(mut self) -> Result<(), Error> {
         let mut result = Ok(());
         while let Some((posted, start, end)) = self.posted.pop() {
-            let (group, index) = self.works[start].0;
-            let completer = self.pool.group(group).access_qp(index).completer();
+            let (group, index) = self.works[start].qp;
+            let completer = self.pool.group(group).path(index).completer();
             let Posted { pending, epoch } = posted;
             let ended = completer.wait(pending).map_err(Error::from);
             result = self.settle(ended, epoch, start, end).and(result);
@@ -224,16 +245,20 @@ impl<N: Nic> Batch<N> {
         end: usize,
     ) -> Result<(), Error> {
         let status = ended?.status;
-        let ((group, index), work) = self.works[start];
+        let parts = &self.works[start..end];
+        let (group, index) = parts[0].qp;
         let group = self.pool.group(group);
         if status == Status::Success {
-            self.works[start..end].iter().for_each(|(_, work)| group.counts.add(work));
+            parts.iter().for_each(|part| group.counts.add(&part.work));
             return Ok(());
         }
-        let access_qp = group.access_qp(index);
-        if !self.pool.may_repost(access_qp, epoch, status, true, &mut self.tries)? {
-            return Err(Error::Access { op: work.name(), status });
+        let op = parts[0].work.name();
+        let until = parts.iter().map(|part| part.until).min().unwrap_or(Grant::FOREVER);
+        let (path, repeat) = (group.path(index), Repeat::Always);
+        if !self.pool.may_repost(path, epoch, status, repeat, &mut self.tries)? {
+            return Err(self.pool.refused(op, status, until));
         }
+        self.pool.check_lease(until, op)?;
         let posted = self.post_range(start, end)?;
         self.posted.push((posted, start, end));
         Ok(())

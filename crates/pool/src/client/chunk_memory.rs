@@ -23,8 +23,8 @@ const ATTEMPT: &str = "asking for the chunk memory";
 /// The memory node passes its chunk memory, a memfd, to processes of its own user. `pread` and
 /// `pwrite` then move bytes in the calling thread, so no other thread must be scheduled. The memory
 /// is not mapped: its pages do not count as resident memory of this process, and a stray pointer of
-/// the program cannot reach them. Keys are not checked, so the caller must use only addresses of
-/// grants that it holds.
+/// the program cannot reach them. Keys and leases are not checked, so the caller must use only
+/// addresses of grants that it holds and whose leases have not ended.
 pub struct ChunkMemory {
     parts: Vec<(ChunkPart, OwnedFd)>,
 }

@@ -15,7 +15,7 @@ use crate::protocol::{
 use crate::remote::link::{CLOSED, Link};
 use crate::remote::route::{RoceEnd, Route, Start};
 use crate::remote::token::{self, Greeting, Nonce, Nonces, Side};
-use crate::remote::{ConnectionSecret, RemoteAddress, Token};
+use crate::remote::{ConnectionSecret, RemoteAddress, Token, domain};
 use scheme::{ConnectReply, ConnectRequest, GroupId, Lane};
 
 /// The control plane of a memory node, as a compute node uses it.
@@ -107,6 +107,7 @@ struct RemoteNic {
     route: Route,
     /// Port and MTU of the local NIC.
     here: RoceEnd,
+    nonces: Nonces,
     secret: ConnectionSecret,
 }
 
@@ -167,6 +168,7 @@ impl SocketControl {
         let remote_nic = here.map(|here| RemoteNic {
             route: Route::between(remote.local, here, remote.peer.ip(), there),
             here,
+            nonces,
             secret: ConnectionSecret::new(token, &nonces, welcome.authenticated),
         });
         Ok(Self::new(link, welcome, remote_nic))
@@ -303,9 +305,14 @@ impl ControlPlane for SocketControl {
         let (salt, start) = self.draw()?;
         let (session, roce) =
             (self.session, self.remote_nic.as_ref().map(|remote_nic| remote_nic.here));
-        let admission = Admission { connect: admission.clone(), session, roce, salt };
+        let proof = |token| self.remote_nic.as_ref().map(|nic| domain::proof(token, &nic.nonces));
+        let domain_proof = admission.domain.as_ref().and_then(proof);
+        // The token itself never leaves this host.
+        let domain = admission.domain.filter(|_| self.link.as_remote().is_none());
+        let connect = admission.clone();
+        let admission = Admission { connect, session, roce, salt, domain, domain_proof };
         let _ = self.start.set(start);
-        match self.ask(attempt, Request::Admit(admission), PATIENCE) {
+        match self.ask(attempt, Request::Admit(Box::new(admission)), PATIENCE) {
             Ok(Reply::Admitted(admitted)) => Ok(admitted),
             Ok(other) => Err(unexpected(attempt, other)),
             Err(Error::Gone { why, .. }) if self.link.is_closed() => {

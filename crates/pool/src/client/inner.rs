@@ -6,15 +6,18 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use verbs::completion::Source;
-use verbs::{MemoryRegion, Nic, QpChange, Qpn, QueuePair, Status};
+use verbs::{CompletionQueue, MemoryRegion, Nic, QpChange, Qpn, QueuePair, Status};
 
 use super::Options;
-use super::access_qp::{AccessQp, AccessQpIndex, Group, Posted, Work};
+use super::access_qp::{Group, Work};
 use super::buffer::Bounce;
 use super::connect::Reconnect;
 use super::control::ControlPlane;
+use super::leases::LeaseCounts;
 use super::lend::Lendable;
 use super::operation::TRIES;
+use super::path::{Path, PathIndex, Posted, Recovery};
+use super::restore::Restorer;
 use crate::protocol::NodeHello;
 use crate::remote::route::sibling_peer;
 use crate::{Error, Scheme};
@@ -57,11 +60,24 @@ pub(super) struct Inner<N: Nic> {
     pub(super) allocations: AtomicU64,
     pub(super) frees: AtomicU64,
     pub(super) empty: AtomicU64,
+    pub(super) leases: LeaseCounts,
+    pub(super) promotions: AtomicU64,
+    pub(super) restorer: Restorer<N>,
     pub(super) control: Box<dyn ControlPlane>,
 }
 
 /// Maximum number of attempts to find the result of a failed request.
 const RECALLS: u32 = 4;
+
+/// Condition for repeating operations that another operation has made fail.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Repeat {
+    /// Repeating them has the same effect as executing them once.
+    Always,
+    /// They were certainly not executed.
+    IfNotExecuted,
+    Never,
+}
 
 /// Idle periods of [`Completer::IDLE`](verbs::completion::Completer::IDLE) without a completion
 /// after which the memory node is asked whether it still answers.
@@ -85,7 +101,7 @@ impl<N: Nic> Inner<N> {
     pub(super) fn connect(&mut self) -> Result<(), Error> {
         let terms = &self.terms;
         let fits = terms.groups.len() == self.groups.len()
-            && terms.groups.iter().zip(&self.groups).all(|(t, g)| t.len() == g.qps.len());
+            && terms.groups.iter().zip(&self.groups).all(|(t, g)| t.len() == g.qps().count());
         if !fits {
             return Err(Error::Protocol {
                 attempt: "being admitted".into(),
@@ -95,7 +111,7 @@ impl<N: Nic> Inner<N> {
         let peers: Vec<Vec<Qpn>> =
             terms.groups.iter().map(|g| g.iter().map(|q| Qpn::new(*q)).collect()).collect();
         for (peers, group) in peers.iter().zip(&self.groups) {
-            for (peer, access_qp) in peers.iter().zip(&group.qps) {
+            for (peer, access_qp) in peers.iter().zip(group.qps()) {
                 access_qp.connect(self.control.peer(peer.raw()))?;
             }
         }
@@ -126,13 +142,17 @@ impl<N: Nic> Inner<N> {
             Ok(_) => {
                 self.allocations.fetch_add(1, Ordering::Relaxed);
             }
-            Err(Error::OutOfMemory { .. }) => {
-                self.seen_empty.store(self.bulletin().1, Ordering::Relaxed);
-                self.empty.fetch_add(1, Ordering::Relaxed);
-            }
+            Err(Error::OutOfMemory { .. }) => self.note_empty(),
             Err(_) => self.recover_request().await?,
         }
         result.map(|grant| grant.with_connection(self.connection))
+    }
+
+    /// Counts an allocation that found no free memory. Later waits for memory wait for a newer
+    /// bulletin.
+    pub(super) fn note_empty(&self) {
+        self.seen_empty.store(self.bulletin().1, Ordering::Relaxed);
+        self.empty.fetch_add(1, Ordering::Relaxed);
     }
 
     async fn ask_for(&self, group: GroupId, bytes: Option<u64>) -> Result<Grant, Error> {
@@ -182,7 +202,7 @@ impl<N: Nic> Inner<N> {
     /// Re-establishes the management QPs after a failed request, and lets the scheme return what
     /// the request may have allocated. This may break the QPs again; the number of attempts is
     /// bounded, because the caller waits for the error.
-    async fn recover_request(&self) -> Result<(), Error> {
+    pub(super) async fn recover_request(&self) -> Result<(), Error> {
         for _ in 0..RECALLS {
             self.repair_management()?;
             if self.scheme.settle().await.is_ok() {
@@ -279,61 +299,91 @@ impl<N: Nic> Inner<N> {
     pub(super) fn post<'a>(
         &self,
         group: GroupId,
-        index: AccessQpIndex,
+        index: PathIndex,
         works: impl ExactSizeIterator<Item = &'a Work<'a>> + Clone,
     ) -> Result<Posted<N>, Error> {
         match self.group(group).post(index, works.clone()) {
             Err(Error::Verbs(verbs::Error::NotReady { .. })) => {
-                let access_qp = self.group(group).access_qp(index);
-                let epoch = *access_qp.epoch().read();
-                self.recover(access_qp, epoch)?;
+                let path = self.group(group).path(index);
+                self.recover(path, path.epoch())?;
                 self.group(group).post(index, works)
             }
             posted => posted,
         }
     }
 
-    /// Re-establishes an access QP after an operation that was posted in `epoch` failed, unless
+    /// Makes a virtual QP usable after an operation that was posted in `epoch` failed, unless
     /// another thread has done so.
-    pub(super) fn recover(&self, access_qp: &AccessQp<N>, epoch: u64) -> Result<(), Error> {
-        if !self.shared {
-            return access_qp.recover(epoch, &*self.control);
+    pub(super) fn recover(&self, path: &Path<N>, epoch: u64) -> Result<(), Error> {
+        if self.shared {
+            let mut repairs = self.repair.lock();
+            *repairs += 1;
+            return self.reset_everything(Some((path, epoch)));
         }
-        let mut repairs = self.repair.lock();
-        *repairs += 1;
-        self.reset_everything(Some((access_qp, epoch)))
+        match path.recover(epoch, &*self.control)? {
+            Recovery::Done => Ok(()),
+            Recovery::Promoted => {
+                self.promotions.fetch_add(1, Ordering::Relaxed);
+                // Virtual time has no thread, and re-establishing the QP here would delay the
+                // access that the spare QP is to make fast.
+                if !N::Cq::VIRTUAL {
+                    self.restorer.wake();
+                }
+                Ok(())
+            }
+            Recovery::Reset if N::Cq::VIRTUAL => self.restore(path),
+            Recovery::Reset => Ok(()),
+        }
     }
 
-    /// Re-establishes an access QP after operations on it ended with `status`. Returns true if the
-    /// operations may be reposted: another operation broke the QP, and `innocent` says that a
-    /// repetition does no harm.
+    /// Makes all broken QPs of a virtual QP spare QPs again.
+    fn restore(&self, path: &Path<N>) -> Result<(), Error> {
+        while path.restore(&*self.control)? {}
+        Ok(())
+    }
+
+    /// Makes one broken QP of each virtual QP a spare QP again. Returns true if there was one.
+    pub(super) fn restore_one(&self) -> bool {
+        let paths = self.groups.iter().flat_map(|group| &group.paths);
+        paths.filter(|path| path.restore(&*self.control).unwrap_or(false)).count() > 0
+    }
+
+    /// Makes a virtual QP usable after operations on it ended with `status`. Returns true if the
+    /// operations may be reposted: another operation broke the QP, and `repeat` allows it.
     pub(super) fn may_repost(
         &self,
-        access_qp: &AccessQp<N>,
+        path: &Path<N>,
         epoch: u64,
         status: Status,
-        innocent: bool,
+        repeat: Repeat,
         tries: &mut u32,
     ) -> Result<bool, Error> {
-        self.recover(access_qp, epoch)?;
+        self.recover(path, epoch)?;
         *tries += 1;
         let broken_by_others = matches!(status, Status::Flushed | Status::RetryExceeded);
-        Ok(broken_by_others && innocent && *tries <= TRIES)
+        let may_repeat = match repeat {
+            Repeat::Always => true,
+            Repeat::IfNotExecuted => status == Status::Flushed && !path.is_unanswered(epoch),
+            Repeat::Never => false,
+        };
+        Ok(broken_by_others && may_repeat && *tries <= TRIES)
     }
 
     /// Re-establishes all QPs, in scheme `onesidedmw` without separation, where the access QPs
     /// carry the allocation chains. Does nothing if the failed QP was re-established already.
     /// Operations in flight on any of them end as flushed.
     #[cold]
-    pub(super) fn reset_everything(
-        &self,
-        failed: Option<(&AccessQp<N>, u64)>,
-    ) -> Result<(), Error> {
-        let qps = || self.groups.iter().flat_map(|g| &g.qps);
-        if failed.is_some_and(|(access_qp, epoch)| *access_qp.epoch().read() != epoch) {
+    pub(super) fn reset_everything(&self, failed: Option<(&Path<N>, u64)>) -> Result<(), Error> {
+        let paths = || self.groups.iter().flat_map(|group| &group.paths);
+        let qps = || self.groups.iter().flat_map(Group::qps);
+        if failed.is_some_and(|(path, epoch)| path.epoch() != epoch) {
             return Ok(());
         }
-        let mut epochs: Vec<_> = qps().map(|access_qp| access_qp.epoch().write()).collect();
+        let mut states: Vec<_> = paths().map(|path| path.state().write()).collect();
+        let no_answer = |path: &Path<N>| {
+            path.qps().iter().any(|qp| qp.failure() == Some(Status::RetryExceeded))
+        };
+        let unanswered: Vec<_> = paths().map(no_answer).collect();
         self.scheme.reset()?;
         for access_qp in qps() {
             access_qp.qp().modify(QpChange::Reset)?;
@@ -344,7 +394,9 @@ impl<N: Nic> Inner<N> {
             access_qp.connect(peers.first().map_or(qpn.into(), |peer| sibling_peer(*peer, qpn)))?;
         }
         self.scheme.connect(&peers)?;
-        epochs.iter_mut().for_each(|epoch| **epoch += 1);
+        for (state, unanswered) in states.iter_mut().zip(unanswered) {
+            state.advance(unanswered);
+        }
         Ok(())
     }
 

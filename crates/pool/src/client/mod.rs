@@ -3,7 +3,8 @@
 //! - A *group* is a set of QPs, one per *lane*, with a CQ of their own; by default there is one
 //!   group per core (OneSidedMW §5.1). A grant is bound to the QPs of one group: all accesses to it
 //!   use these QPs, regardless of the calling thread.
-//! - Ranges are checked before an operation is posted. The NIC checks them again.
+//! - Ranges, rights and leases are checked before an operation is posted. The NIC checks them
+//!   again.
 //! - Every operation exists as a future and as a blocking call. Blocking calls spin briefly, then
 //!   sleep; futures that run under [`verbs::executor::block_on`] must not make them.
 
@@ -18,8 +19,11 @@ mod detached;
 mod embedded;
 mod event_loop;
 mod inner;
+mod leases;
 pub mod lend;
 mod operation;
+mod path;
+mod restore;
 mod sealed;
 mod steps;
 
@@ -40,7 +44,7 @@ pub use operation::Operation;
 pub use sealed::{SealedBlock, SealedError, SealedPool};
 pub use steps::Step;
 
-use self::access_qp::{AccessSizes, Group};
+use self::access_qp::{AccessSizes, Group, note_failures};
 use self::buffer::Bounce;
 use self::connect::Reconnect;
 use self::control::ControlPlane;
@@ -48,12 +52,17 @@ use self::detached::Detached;
 use self::embedded::LocalControl;
 use self::event_loop::sources;
 use self::inner::Inner;
+use self::leases::LeaseCounts;
 use self::lend::Lendable;
+use self::path::SPARES_MAX;
+use self::restore::Restorer;
 use crate::protocol::{NodeHello, Status};
 use crate::{DefaultNic, Error, Scheme};
 use scheme::options::SchemeOptions;
 use scheme::registry::{ClientParts, ClientRegistry};
-use scheme::{CasStats, ConnectRequest, ConnectionEpoch, Grant, GroupId, QPS_MAX, bulletin};
+use scheme::{
+    CasStats, ConnectRequest, ConnectionEpoch, DomainToken, Grant, GroupId, QPS_MAX, bulletin,
+};
 use units::cpus::cores;
 
 /// Options of a compute node's connection.
@@ -78,16 +87,21 @@ pub struct Options {
     /// The QPs of all lanes but the first complete to a CQ of their own, so that they can be lent
     /// to another process ([`Pool::lend_lanes`]).
     pub is_lendable: bool,
+    /// Token of the domain that the compute node joins, in schemes with leases
+    /// ([`Others`](scheme::Others)). To a memory node on another host, the token is proved and not
+    /// sent.
+    pub domain: Option<DomainToken>,
     /// The compute node's own options of the scheme, by name. A scheme ignores the options of other
     /// schemes. Scheme `tdmem` has `local_bytes`: memory of the compute node that holds pages
-    /// before the memory node does.
+    /// before the memory node does. Scheme `patronus` has `extend`: `cas` (the default) or `rpc`,
+    /// the way in which leases are extended.
     pub scheme: SchemeOptions,
 }
 
 impl Default for Options {
     fn default() -> Self {
         let scheme = SchemeOptions::default();
-        Self { groups: None, send_blocks: 256, is_lendable: false, scheme }
+        Self { groups: None, send_blocks: 256, is_lendable: false, domain: None, scheme }
     }
 }
 
@@ -119,9 +133,9 @@ impl<N: Nic> Clone for Pool<N> {
 /// Counters of a pool since it was connected.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolStats {
-    /// Chunks allocated.
+    /// Chunks and objects allocated.
     pub allocations: u64,
-    /// Chunks freed.
+    /// Chunks and objects freed.
     pub frees: u64,
     /// Allocations that failed because no chunk was free.
     pub empty: u64,
@@ -140,6 +154,18 @@ pub struct PoolStats {
     pub bytes_read: u64,
     /// Bytes written.
     pub bytes_written: u64,
+    /// Permissions acquired, with those of allocated objects.
+    pub acquisitions: u64,
+    /// Leases extended by CAS.
+    pub extensions: u64,
+    /// Leases renewed.
+    pub renewals: u64,
+    /// Permissions revoked.
+    pub revocations: u64,
+    /// Accesses and extensions that failed because the lease had ended.
+    pub expiries: u64,
+    /// Refused accesses after which a spare QP took the place of the broken QP.
+    pub promotions: u64,
 }
 
 impl<N: Nic> Pool<N> {
@@ -201,7 +227,8 @@ impl<N: Nic> Pool<N> {
         let groups = (0..groups)
             .map(|g| Group::new(&nic, &pd, GroupId(g), sizes, lendable.as_ref()))
             .collect::<Result<Vec<_>, _>>()?;
-        let first = |g: &Group<N>| (g.qps[0].qp().clone(), g.completer.clone());
+        note_failures(&groups, lendable.as_deref());
+        let first = |g: &Group<N>| (g.paths[0].qps()[0].qp().clone(), g.completer.clone());
         let access: Vec<_> = groups.iter().map(first).collect();
         let (offer, own) = (&welcome.offer, &options.scheme);
         let parts = ClientParts { nic: &nic, pd: &pd, offer, access: &access, options: own };
@@ -218,9 +245,10 @@ impl<N: Nic> Pool<N> {
         let at = bulletin.remote(0);
         let terms = control.admit(&ConnectRequest {
             management: scheme.management().iter().map(|q| q.raw()).collect(),
-            groups: groups.iter().map(|g| g.qps.iter().map(|p| p.qpn().raw()).collect()).collect(),
+            groups: groups.iter().map(|g| g.qps().map(|p| p.qpn().raw()).collect()).collect(),
             bulletin_addr: at.addr,
             bulletin_rkey: at.rkey.0,
+            domain: options.domain,
             ..ConnectRequest::default()
         })?;
         let bounce = Bounce::new(&nic, &pd)?;
@@ -250,11 +278,15 @@ impl<N: Nic> Pool<N> {
             allocations: AtomicU64::new(0),
             frees: AtomicU64::new(0),
             empty: AtomicU64::new(0),
+            leases: LeaseCounts::default(),
+            promotions: AtomicU64::new(0),
+            restorer: Restorer::default(),
             control,
         };
         inner.connect()?;
         let inner = Arc::new(inner);
         let pool = Arc::downgrade(&inner);
+        inner.restorer.set_pool(pool.clone());
         let probe = move || pool.upgrade().into_iter().for_each(|p| p.probe_management());
         inner.scheme.when_idle(&(Arc::new(probe) as WhenIdle));
         Ok(Self { inner })
@@ -438,6 +470,7 @@ impl<N: Nic> Pool<N> {
             allocations: inner.allocations.load(Ordering::Relaxed),
             frees: inner.frees.load(Ordering::Relaxed),
             empty: inner.empty.load(Ordering::Relaxed),
+            promotions: inner.promotions.load(Ordering::Relaxed),
             ..PoolStats::default()
         };
         for counts in inner.groups.iter().map(|g| &g.counts) {
@@ -447,7 +480,16 @@ impl<N: Nic> Pool<N> {
             stats.bytes_read += counts.bytes_read.load(Ordering::Relaxed);
             stats.bytes_written += counts.bytes_written.load(Ordering::Relaxed);
         }
+        inner.leases.fill(&mut stats);
         stats
+    }
+
+    /// Makes a broken QP of each lane a spare QP again. Returns false if there is none left.
+    ///
+    /// A thread of the pool does this after each refused access, so only programs with virtual time
+    /// ([`verbs::CompletionQueue::VIRTUAL`]) need it.
+    pub fn restore_spares(&self) -> bool {
+        self.inner.restore_one()
     }
 
     /// The state of the memory node.
@@ -470,22 +512,31 @@ impl<N: Nic> Pool<N> {
 /// Number of groups, and the access QPs of a group, without receives.
 fn access_sizes(options: &Options, welcome: &NodeHello) -> Result<(u16, AccessSizes), Error> {
     let groups = checked_groups(options, welcome)?;
-    let (lanes, functions) = checked_lanes(welcome)?;
+    let (lanes, functions, spares) = checked_lanes(welcome)?;
     let (send_blocks, is_lendable) = (options.send_blocks, options.is_lendable);
-    Ok((groups, AccessSizes { lanes, functions, send_blocks, receives: 0, is_lendable }))
+    Ok((groups, AccessSizes { lanes, functions, spares, send_blocks, receives: 0, is_lendable }))
 }
 
-/// Number of lanes, and of functions of the memory node's NIC that contain windows.
-fn checked_lanes(welcome: &NodeHello) -> Result<(u8, u8), Error> {
+/// Number of lanes, of functions of the memory node's NIC that contain windows, and of spare QPs of
+/// a lane.
+fn checked_lanes(welcome: &NodeHello) -> Result<(u8, u8, u8), Error> {
     let lanes = welcome.offer.group_size.saturating_sub(1).max(1);
     let functions = welcome.offer.functions.max(1);
+    let spares = welcome.offer.spares;
+    // A spare QP takes the place of a QP to the same function.
+    let has_spares = spares <= if functions == 1 { SPARES_MAX } else { 0 };
     match (u8::try_from(lanes), u8::try_from(functions)) {
-        (Ok(lanes_u8), Ok(functions_u8)) if lanes * functions <= QPS_MAX => {
-            Ok((lanes_u8, functions_u8))
+        (Ok(lanes_u8), Ok(functions_u8))
+            if has_spares && lanes * functions * (1 + spares) <= QPS_MAX =>
+        {
+            Ok((lanes_u8, functions_u8, spares as u8))
         }
         _ => Err(Error::Protocol {
             attempt: "connecting to the memory node".into(),
-            why: format!("it requires {lanes} lanes to each of {functions} functions of its NIC"),
+            why: format!(
+                "it requires {lanes} lanes with {spares} spare QPs each to each of {functions} \
+                 functions of its NIC"
+            ),
         }),
     }
 }

@@ -5,12 +5,15 @@ use std::iter::once;
 use std::pin::Pin;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use verbs::{Completion, Nic, Status};
 
 use super::Inner;
-use super::access_qp::{AccessQpIndex, Group, Posted, Work};
+use super::access_qp::{Group, Work};
 use super::buffer::{BounceBuffer, Buffer};
+use super::inner::Repeat;
+use super::path::{PathIndex, Posted};
 use crate::Error;
 use scheme::{Grant, GroupId, Lane};
 
@@ -33,8 +36,10 @@ pub(super) enum HeldMemory<'a, N: Nic> {
 pub struct Operation<'a, N: Nic> {
     pool: &'a Inner<N>,
     group: GroupId,
-    index: AccessQpIndex,
+    index: PathIndex,
     work: Work<'a>,
+    /// End of the grant's lease.
+    until: Duration,
     pub(super) hold: HeldMemory<'a, N>,
     posted: Option<Posted<N>>,
     tries: u32,
@@ -50,9 +55,9 @@ impl<'a, N: Nic> Operation<'a, N> {
         hold: HeldMemory<'a, N>,
     ) -> Result<Self, Error> {
         let group = grant.group;
-        let index = pool.group(group).qp_index(grant.function, lane);
+        let index = pool.group(group).path_index(grant.function, lane);
         let posted = Some(pool.post(group, index, once(&work))?);
-        Ok(Self { pool, group, index, work, hold, posted, tries: 0 })
+        Ok(Self { pool, group, index, work, until: grant.until, hold, posted, tries: 0 })
     }
 
     fn group(&self) -> &'a Group<N> {
@@ -71,7 +76,7 @@ impl<'a, N: Nic> Operation<'a, N> {
             let Some(Posted { pending, epoch }) = self.posted.take() else {
                 unreachable!("waited for an operation that has ended")
             };
-            let completer = self.group().access_qp(self.index).completer();
+            let completer = self.group().path(self.index).completer();
             let completion = completer.wait(pending)?;
             if self.ended(&completion, epoch)? {
                 return Ok(());
@@ -93,11 +98,12 @@ impl<'a, N: Nic> Operation<'a, N> {
     /// Reposts the operation if it was only flushed, on the re-established QP.
     #[cold]
     fn failed(&mut self, status: Status, epoch: u64) -> Result<(), Error> {
-        let innocent = status == Status::Flushed || self.work.is_idempotent();
-        let access_qp = self.group().access_qp(self.index);
-        if !self.pool.may_repost(access_qp, epoch, status, innocent, &mut self.tries)? {
-            return Err(Error::Access { op: self.work.name(), status });
+        let repeat = if self.work.is_idempotent() { Repeat::Always } else { Repeat::IfNotExecuted };
+        let path = self.group().path(self.index);
+        if !self.pool.may_repost(path, epoch, status, repeat, &mut self.tries)? {
+            return Err(self.pool.refused(self.work.name(), status, self.until));
         }
+        self.pool.check_lease(self.until, self.work.name())?;
         self.posted = Some(self.group().post(self.index, once(&self.work))?);
         Ok(())
     }

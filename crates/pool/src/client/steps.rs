@@ -17,12 +17,14 @@ use verbs::completion::{LIST_MAX, position};
 use verbs::{Completion, Nic, Status};
 
 use super::access::remote;
-use super::access_qp::{Counts, Posted, STACK_REQUESTS, Work};
+use super::access_qp::{Counts, STACK_REQUESTS, Work};
 use super::batch::Qp;
 use super::buffer::{BOUNCE_MAX, BounceBuffer};
+use super::inner::Repeat;
+use super::path::Posted;
 use super::{Buffer, Inner, Pool, Transfer};
 use crate::Error;
-use scheme::{Grant, Lane};
+use scheme::{Grant, Lane, Right};
 
 /// A step of an ordered list: [`Pool::run`].
 pub enum Step<'a, N: Nic> {
@@ -92,8 +94,9 @@ impl<N: Nic> Pool<N> {
     /// # Errors
     /// [`Error::List`] says how many steps took effect; the results of these steps are delivered.
     /// After any other error of a verb or of the connection, each step may have taken effect or
-    /// not. A list that is refused, with [`Error::Setting`], [`Error::OutOfRange`] or
-    /// [`Error::Stale`], had no effect.
+    /// not. A list that is refused, with [`Error::Setting`], [`Error::OutOfRange`],
+    /// [`Error::NotPermitted`], [`Error::Expired`] or [`Error::Stale`], had no effect. If a lease
+    /// ends while the list is in flight, the error is [`Error::List`], too.
     ///
     /// ```
     /// use pool::{Lane, Step};
@@ -196,13 +199,19 @@ impl<'p, 's, N: Nic> List<'p, 's, N> {
             return Ok(());
         }
         let (done, steps) = (self.done, self.steps.len());
-        let innocent = self.steps[done..].iter().all(|step| !step.is_atomic());
-        let access_qp = self.pool.group(self.qp.0).access_qp(self.qp.1);
+        let has_atomics = self.steps[done..].iter().any(Step::is_atomic);
+        let repeat = if has_atomics { Repeat::Never } else { Repeat::Always };
+        let path = self.pool.group(self.qp.0).path(self.qp.1);
         let status = ended.status;
-        if !self.pool.may_repost(access_qp, epoch, status, innocent, &mut self.tries)? {
+        if !self.pool.may_repost(path, epoch, status, repeat, &mut self.tries)? {
             return Err(Error::List { done, steps, op: self.steps[done].name(), status });
         }
-        self.post_rest()
+        match self.post_rest() {
+            // The lease of a step has ended meanwhile. The caller needs the number of steps that
+            // took effect.
+            Err(Error::Expired { op }) => Err(Error::List { done, steps, op, status }),
+            posted => posted,
+        }
     }
 
     /// Copies out the results of the steps up to `end`, and counts these steps.
@@ -328,12 +337,12 @@ impl<N: Nic> Step<'_, N> {
         let sge = |len| bounce.expect("a list with slices has a bounce buffer").sge(at, len);
         match self {
             Step::Read { grant, offset, into } => {
-                pool.check(grant, "read", *offset, into.len())?;
+                pool.check(grant, Right::Read, "read", *offset, into.len())?;
                 pool.check_one_sided("read")?;
                 Ok(Work::Read { from: remote(grant, *offset, lane), to: sge(into.len()) })
             }
             Step::Write { grant, offset, from } => {
-                pool.check(grant, "write", *offset, from.len())?;
+                pool.check(grant, Right::Write, "write", *offset, from.len())?;
                 pool.check_one_sided("write")?;
                 let to = remote(grant, *offset, lane);
                 if pool.is_inline(from.len()) {

@@ -1,12 +1,66 @@
-//! Tests of a memory node whose NIC refuses operations.
+//! Tests of a memory node whose NIC refuses operations, and of the threads that drive workers.
+
+use std::sync::mpsc;
 
 use super::*;
 use scheme::options::Terms;
 
 /// A scheme that admits every compute node; its first calls of `retire` fail.
+#[derive(Default)]
 struct Stubborn {
     here: BTreeSet<ClientId>,
     refusals: u32,
+    worker: Option<IdleWorker>,
+}
+
+/// A worker without work whose next poll is due after `next_poll`.
+struct IdleWorker {
+    next_poll: Option<Duration>,
+    events: Arc<Sleeps>,
+}
+
+/// An event source that reports each requested sleep, and wakes the sleeper when told to.
+struct Sleeps {
+    report: Mutex<mpsc::Sender<Duration>>,
+    woken: (Mutex<bool>, Condvar),
+}
+
+impl Sleeps {
+    fn new() -> (Arc<Self>, mpsc::Receiver<Duration>) {
+        let (report, reports) = mpsc::channel();
+        (Arc::new(Self { report: Mutex::new(report), woken: Default::default() }), reports)
+    }
+}
+
+impl CpuEvents for Sleeps {
+    fn wait(&self, timeout: Duration) -> Result<bool, Error> {
+        // After the test has its reports, it does not receive further ones.
+        let _ = self.report.lock().send(timeout);
+        let mut woken = self.woken.0.lock();
+        if !*woken {
+            self.woken.1.wait_for(&mut woken, timeout);
+        }
+        Ok(std::mem::take(&mut *woken))
+    }
+
+    fn wake(&self) {
+        *self.woken.0.lock() = true;
+        self.woken.1.notify_all();
+    }
+}
+
+impl Worker for IdleWorker {
+    fn poll(&mut self) -> Result<bool, Error> {
+        Ok(false)
+    }
+
+    fn events(&self) -> Arc<dyn CpuEvents> {
+        self.events.clone()
+    }
+
+    fn next_poll(&self) -> Option<Duration> {
+        self.next_poll
+    }
 }
 
 impl NodeScheme for Stubborn {
@@ -64,6 +118,16 @@ impl NodeScheme for Stubborn {
 
     fn set_start(&mut self, _: ClientId, _: QpSet, _: Start) {}
 
+    fn cpu(&mut self) -> Cpu {
+        let Some(worker) = self.worker.take() else { return Cpu::default() };
+        let workers: Vec<Box<dyn Worker>> = vec![Box::new(worker)];
+        Cpu { events: Some(workers[0].events()), workers, polls: false }
+    }
+
+    fn spares(&self) -> u32 {
+        2
+    }
+
     fn first_chunk(&self) -> Option<u64> {
         None
     }
@@ -79,7 +143,7 @@ impl NodeScheme for Stubborn {
 
 #[test]
 fn failed_retire_keeps_the_chunks_and_is_retried() {
-    let stubborn = Stubborn { here: BTreeSet::new(), refusals: 2 };
+    let stubborn = Stubborn { refusals: 2, ..Stubborn::default() };
     let node = MemoryNode::new(Box::new(stubborn), Settings::default());
     let admit = || ClientId(node.admit(&ConnectRequest::default()).unwrap().client);
     let (first, second) = (admit(), admit());
@@ -101,10 +165,7 @@ fn failed_retire_keeps_the_chunks_and_is_retried() {
 
 #[test]
 fn management_is_open_is_answered_by_the_scheme() {
-    let node = MemoryNode::new(
-        Box::new(Stubborn { here: BTreeSet::new(), refusals: 0 }),
-        Settings::default(),
-    );
+    let node = MemoryNode::new(Box::new(Stubborn::default()), Settings::default());
     let admit = || ClientId(node.admit(&ConnectRequest::default()).unwrap().client);
     let (first, second) = (admit(), admit());
     assert!(node.management_is_open(first).unwrap());
@@ -114,10 +175,7 @@ fn management_is_open_is_answered_by_the_scheme() {
 
 #[test]
 fn admit_refuses_invalid_and_duplicate_qp_numbers() {
-    let node = MemoryNode::new(
-        Box::new(Stubborn { here: BTreeSet::new(), refusals: 0 }),
-        Settings::default(),
-    );
+    let node = MemoryNode::new(Box::new(Stubborn::default()), Settings::default());
     let (last, beyond) = (Qpn::MAX, Qpn::MAX + 1);
     for (management, group, why) in [
         (vec![last], vec![1, 2], None),
@@ -154,4 +212,27 @@ fn wait_closed_returns_when_the_thread_is_held_or_ended() {
         });
         gate.wait_closed();
     }
+}
+
+#[test]
+fn worker_sleeps_until_its_next_poll_at_most() {
+    let due = Duration::from_micros(300);
+    for (next_poll, longest) in [(Some(due), due), (None, SLEEP)] {
+        let (events, sleeps) = Sleeps::new();
+        let worker = Some(IdleWorker { next_poll, events });
+        let scheme = Stubborn { worker, ..Stubborn::default() };
+        let node = MemoryNode::new(Box::new(scheme), Settings::default());
+        let threads = NodeThreads::start(&node).unwrap();
+        assert_eq!(sleeps.recv_timeout(SLEEP).unwrap(), longest);
+        drop(threads);
+    }
+}
+
+#[test]
+fn offer_has_the_spares_of_the_scheme() {
+    let node = MemoryNode::new(Box::new(Stubborn::default()), Settings::default());
+    assert_eq!(node.welcome().offer.spares, 2);
+    let settings = node.settings();
+    let without = node.client_qps() - 2 * settings.groups_max * settings.lanes();
+    assert_eq!(without, settings.client_qps(1));
 }

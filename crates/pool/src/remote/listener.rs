@@ -10,6 +10,7 @@ use rustix::net::{SocketFlags, sockopt};
 
 use super::token::Token;
 use crate::Error;
+use scheme::DomainToken;
 
 /// Settings for connections from other hosts.
 #[derive(Clone, Debug)]
@@ -25,17 +26,20 @@ pub struct Listen {
     /// Packets carry authentication tags. Without tags packets cost less, but are identified only
     /// by address and PSN.
     pub authenticated: bool,
+    /// Tokens of the domains that compute nodes on other hosts can join.
+    pub domains: Vec<DomainToken>,
 }
 
 impl Listen {
     /// Listens at `address`, for compute nodes that prove `token`.
     pub fn new(address: SocketAddr, token: Token) -> Self {
-        Self { address, token: Some(token), open_to_all: false, authenticated: true }
+        Self { token: Some(token), open_to_all: false, ..Self::to_all(address) }
     }
 
     /// Listens at `address` without a token.
     pub fn to_all(address: SocketAddr) -> Self {
-        Self { address, token: None, open_to_all: true, authenticated: true }
+        let domains = Vec::new();
+        Self { address, token: None, open_to_all: true, authenticated: true, domains }
     }
 
     /// Requires a token or `open_to_all`.
@@ -64,6 +68,8 @@ pub struct RemoteListener {
     pub token: Option<Token>,
     /// Packets carry authentication tags.
     pub authenticated: bool,
+    /// Tokens of the domains that compute nodes can join.
+    pub domains: Vec<DomainToken>,
 }
 
 impl RemoteListener {
@@ -95,8 +101,8 @@ impl RemoteListener {
             let address = socket.local_addr().map_err(|e| system("TCP", e))?;
             match udp(address) {
                 Ok(wire) => {
-                    let Listen { token, authenticated, .. } = listen.clone();
-                    return Ok((Self { socket, address, token, authenticated }, wire));
+                    let Listen { token, authenticated, domains, .. } = listen.clone();
+                    return Ok((Self { socket, address, token, authenticated, domains }, wire));
                 }
                 Err(e) if e.kind() == ErrorKind::AddrInUse && tries > 0 => {}
                 Err(e) => return Err(system("UDP, for RoCEv2", e)),
@@ -186,7 +192,7 @@ mod tests {
     fn every_address_needs_a_token_or_open_to_all() {
         let bind = |address: &str, token: Option<Token>, open_to_all| {
             let address = address.parse().unwrap();
-            let listen = Listen { address, token, open_to_all, authenticated: true };
+            let listen = Listen { token, open_to_all, ..Listen::to_all(address) };
             RemoteListener::bind(&listen).map(drop)
         };
         let token = || Some(Token::new("0123456789abcdef").unwrap());
@@ -264,6 +270,7 @@ mod tests {
             address,
             token: None,
             authenticated: true,
+            domains: Vec::new(),
         };
         assert_eq!(not_listening.accept().err(), Some(Errno::INVAL));
     }

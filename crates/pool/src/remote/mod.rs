@@ -9,6 +9,7 @@
 //! | module | content |
 //! | --- | --- |
 //! | [`address`] | the address form `roce://HOST:PORT` and its resolution |
+//! | [`domain`] | the token of a domain, and its proof |
 //! | [`token`] | the shared secret, and its proof by either end |
 //! | [`frames`] | framing of messages in a byte stream |
 //! | [`link`] | a compute node's end of a control connection, local or between hosts |
@@ -23,6 +24,7 @@
 //! replace the plain stream in [`link`] and [`frames`]; no other module depends on the stream.
 
 pub mod address;
+pub mod domain;
 pub mod frames;
 pub mod link;
 pub mod listener;

@@ -57,24 +57,7 @@ impl Token {
     /// Reads a token from a file that only its owner may read.
     pub fn read(path: &Path) -> Result<Self, Error> {
         let attempt = || format!("reading the token in {}", path.display());
-        let system = |source| Error::System { attempt: attempt(), source };
-        let refuse = |why: &str| Error::Refused { attempt: attempt(), why: why.into() };
-        let mut file = File::open(path).map_err(system)?;
-        let meta = file.metadata().map_err(system)?;
-        if !meta.is_file() {
-            return Err(refuse("it is not a file"));
-        }
-        if meta.mode() & 0o077 != 0 {
-            return Err(refuse(
-                "users other than its owner may read or write it; run chmod 600 on it",
-            ));
-        }
-        let mut text = Vec::new();
-        file.by_ref().take(FILE_MAX as u64 + 1).read_to_end(&mut text).map_err(system)?;
-        if text.len() > FILE_MAX {
-            return Err(refuse(&format!("it has more than {FILE_MAX} bytes")));
-        }
-        Self::checked(text.trim_ascii(), attempt)
+        Self::checked(read_private(path, attempt)?.trim_ascii(), attempt)
     }
 
     fn checked(text: &[u8], attempt: impl Fn() -> String) -> Result<Self, Error> {
@@ -94,12 +77,7 @@ impl Token {
     }
 
     fn mac(&self, side: Side, nonces: &Nonces) -> Hmac<Sha256> {
-        let mut mac =
-            Hmac::<Sha256>::new_from_slice(&self.0).expect("HMAC takes keys of any length");
-        mac.update(side.name());
-        mac.update(&nonces.server.0);
-        mac.update(&nonces.client.0);
-        mac
+        nonce_mac(&self.0, side.name(), nonces)
     }
 
     /// The proof of `side` on the connection with these nonces.
@@ -208,12 +186,41 @@ pub struct Greeting {
     pub token: bool,
 }
 
-fn hex(bytes: &[u8]) -> String {
+/// Reads a file that only its owner may read or write, of at most [`FILE_MAX`] bytes.
+pub(super) fn read_private(path: &Path, attempt: impl Fn() -> String) -> Result<Vec<u8>, Error> {
+    let system = |source| Error::System { attempt: attempt(), source };
+    let refuse = |why: &str| Error::Refused { attempt: attempt(), why: why.into() };
+    let mut file = File::open(path).map_err(system)?;
+    let meta = file.metadata().map_err(system)?;
+    if !meta.is_file() {
+        return Err(refuse("it is not a file"));
+    }
+    if meta.mode() & 0o077 != 0 {
+        return Err(refuse("users other than its owner may read or write it; run chmod 600 on it"));
+    }
+    let mut text = Vec::new();
+    file.by_ref().take(FILE_MAX as u64 + 1).read_to_end(&mut text).map_err(system)?;
+    if text.len() > FILE_MAX {
+        return Err(refuse(&format!("it has more than {FILE_MAX} bytes")));
+    }
+    Ok(text)
+}
+
+/// The HMAC of `label` and the nonces of a connection.
+pub(super) fn nonce_mac(key: &[u8], label: &[u8], nonces: &Nonces) -> Hmac<Sha256> {
+    let mut mac = Hmac::<Sha256>::new_from_slice(key).expect("HMAC takes keys of any length");
+    mac.update(label);
+    mac.update(&nonces.server.0);
+    mac.update(&nonces.client.0);
+    mac
+}
+
+pub(super) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 /// Decodes up to 64 bytes.
-fn unhex(text: &str) -> Option<Vec<u8>> {
+pub(super) fn unhex(text: &str) -> Option<Vec<u8>> {
     let digit = |c: u8| (c as char).to_digit(16).map(|d| d as u8);
     let pairs = text.as_bytes().chunks(2);
     if text.len() > 128 {

@@ -82,6 +82,8 @@ pub struct PoolSession {
     pub client: Option<ClientId>,
     /// Secret from which the initial state of its QPs is derived. Only from another host.
     pub secret: Option<ConnectionSecret>,
+    /// Nonces of the greeting. Only from another host.
+    pub nonces: Option<Nonces>,
     /// Connection of the NIC session that owns its QPs.
     pub nic: Option<ConnectionId>,
     /// Pending requests for free memory.

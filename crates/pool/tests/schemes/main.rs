@@ -12,7 +12,6 @@ mod place;
 mod steps;
 
 use place::{How, Place};
-use pool::schemes;
 use scheme::info::Isolation;
 
 macro_rules! run {
@@ -101,7 +100,7 @@ pub struct Setup {
 impl Setup {
     /// True if a key is bound to one QP rather than to all QPs of a compute node.
     fn keys_are_for_one_qp(&self) -> bool {
-        matches!(self.how.scheme, schemes::ONESIDEDMW | schemes::RPC_MW_2)
+        self.how.scheme.isolation == Isolation::QpWindows
     }
 
     /// True if a key is valid for one compute node only; false for unguarded type-1 windows
@@ -153,6 +152,9 @@ scheme!(
 scheme!(premmap_onesided, crate::How::by(pool::schemes::PREMMAP_ONESIDED));
 scheme!(premmap_rpc, crate::How::by(pool::schemes::PREMMAP_RPC));
 scheme!(ondemand_rpc, crate::How::by(pool::schemes::ONDEMAND_RPC));
+scheme!(patronus, crate::How::by(pool::schemes::PATRONUS));
+scheme!(patronus_2, crate::How::by(pool::schemes::PATRONUS_2));
+scheme!(patronus_mr, crate::How::by(pool::schemes::PATRONUS_MR));
 scheme!(shared_region, crate::How::by(pool::schemes::SHARED_REGION));
 
 /// Access by pages: the checks of [`checks`] for keys, ranges and parts of a chunk do not apply;
@@ -228,6 +230,7 @@ mod several_cores {
     cores!(rpc_mw_1, pool::schemes::RPC_MW_1);
     cores!(fine_mr, pool::schemes::FINE_MR);
     cores!(static_mr, pool::schemes::STATIC_MR);
+    cores!(patronus, pool::schemes::PATRONUS);
     cores!(premmap_rpc, pool::schemes::PREMMAP_RPC);
     cores!(ondemand_rpc, pool::schemes::ONDEMAND_RPC);
     cores!(shared_region, pool::schemes::SHARED_REGION);

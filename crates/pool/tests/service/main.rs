@@ -116,7 +116,7 @@ fn admission_refuses_foreign_qps() {
                 ..ConnectRequest::default()
             };
             let admission = Admission { connect, session, ..Admission::default() };
-            let why = refusal(raw.ask(1, Request::Admit(admission)));
+            let why = refusal(raw.ask(1, Request::Admit(Box::new(admission))));
             assert!(why.contains("NIC session") || why.contains("session with the NIC"), "{why}");
         }
     }
@@ -170,7 +170,7 @@ fn admission_refuses_qps_of_another_process() {
             ..ConnectRequest::default()
         };
         let admission = Admission { connect, session, ..Admission::default() };
-        match raw.ask(1, Request::Admit(admission)) {
+        match raw.ask(1, Request::Admit(Box::new(admission))) {
             Reply::Error { why } => assert!(why.contains("session"), "{why}"),
             other => panic!("another process's QPs were admitted: {other:?}"),
         }

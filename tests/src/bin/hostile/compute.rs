@@ -180,8 +180,9 @@ impl Compute {
             session: Some(nic.secret()),
             roce: way.map(|way| way.local),
             salt,
+            ..Admission::default()
         };
-        let terms = match control.ask(Request::Admit(admission))? {
+        let terms = match control.ask(Request::Admit(Box::new(admission)))? {
             Reply::Admitted(terms) => terms,
             other => bail!("not admitted: {other:?}"),
         };

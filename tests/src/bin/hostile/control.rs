@@ -155,7 +155,7 @@ pub fn hijack(a: &Arguments) -> Result<Value> {
             ..ConnectRequest::default()
         };
         let admission = Admission { connect, session, ..Admission::default() };
-        match control.ask(Request::Admit(admission))? {
+        match control.ask(Request::Admit(Box::new(admission)))? {
             Reply::Error { why } => reasons.push(why),
             other => {
                 println!("{}", json!({ "admitted": format!("{other:?}") }));

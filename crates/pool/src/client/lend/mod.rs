@@ -10,7 +10,8 @@
 //! ```
 //!
 //! All QPs of all lanes but the first are lent together, with the CQ that only they complete to.
-//! For the memory node and the NIC nothing changes: QPs, keys and windows are the owner's.
+//! The borrower uses the active QP of each lane; spare QPs are lent because they complete to that
+//! CQ. For the memory node and the NIC nothing changes: QPs, keys and windows are the owner's.
 
 mod borrowed;
 mod event;
@@ -18,17 +19,18 @@ mod event;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard, RwLockWriteGuard};
 use verbs::completion::Completer;
 use verbs::{Key, MemoryRegion, Nic, Sge};
 
 pub use borrowed::{BorrowedLanes, Finished};
 
-use super::access_qp::AccessQp;
+use super::control::ControlPlane;
+use super::path::{Path, State};
 use super::{Buffer, Inner, Pool, Transfer};
 use crate::Error;
 use crate::nic::{LendingNic, LentQueues};
-use scheme::Lane;
+use scheme::{Lane, Right};
 
 /// The QPs of all lanes but the first, if they can be lent.
 pub(super) struct Lendable<N: Nic> {
@@ -126,15 +128,14 @@ impl<N: LendingNic> Pool<N> {
         if *is_lent {
             return Err(refused("they are lent already; take them back first"));
         }
-        let qps: Vec<_> = inner.lent_qps().map(|access| access.qp().clone()).collect();
-        let mut epochs: Vec<_> = inner.lent_qps().map(|access| access.epoch().write()).collect();
+        let mut paths = inner.lock_lent_paths();
+        let qps = lent_qps(&paths);
         let cq = lendable.completer.cq();
         let LentQueues { state: queues, wake } = inner.nic.lend(cq, &qps)?;
         *is_lent = true;
-        epochs.iter_mut().for_each(|epoch| **epoch += 1);
-        if let Err(error) =
-            inner.lent_qps().try_for_each(|access| access.reconnect(&*inner.control))
-        {
+        // The memory node may have executed transfers in flight that end as flushed here.
+        paths.iter_mut().for_each(|path| path.state.advance(true));
+        if let Err(error) = paths.iter_mut().try_for_each(|path| path.reconnect(&*inner.control)) {
             // No borrower has the state yet. If this fails too, the NIC is gone.
             *is_lent = inner.nic.take_back(cq, &qps).is_err();
             return Err(error);
@@ -163,12 +164,12 @@ impl<N: LendingNic> Pool<N> {
         if !*is_lent {
             return Err(refused("they are not lent"));
         }
-        let qps: Vec<_> = inner.lent_qps().map(|access| access.qp().clone()).collect();
-        let mut epochs: Vec<_> = inner.lent_qps().map(|access| access.epoch().write()).collect();
+        let mut paths = inner.lock_lent_paths();
+        let qps = lent_qps(&paths);
         inner.nic.take_back(lendable.completer.cq(), &qps)?;
         *is_lent = false;
-        epochs.iter_mut().for_each(|epoch| **epoch += 1);
-        inner.lent_qps().try_for_each(|access| access.reconnect(&*inner.control))
+        paths.iter_mut().for_each(|path| path.state.advance(false));
+        paths.iter_mut().try_for_each(|path| path.reconnect(&*inner.control))
     }
 
     /// True while the lanes are lent.
@@ -177,9 +178,11 @@ impl<N: LendingNic> Pool<N> {
     }
 
     /// Checks a transfer on a lane that can be lent, and returns it as numbers for the borrower.
+    /// The grant must permit writing, because the borrower chooses the direction. The borrower does
+    /// not check leases: the NIC refuses what it posts after their end.
     pub fn lent_transfer(&self, t: &Transfer<'_>, lane: Lane) -> Result<LaneTransfer, Error> {
         let inner = &*self.inner;
-        inner.check(t.grant, "transfer", t.offset, t.len as usize)?;
+        inner.check(t.grant, Right::Write, "transfer", t.offset, t.len as usize)?;
         inner.check_one_sided("transfer")?;
         Ok(LaneTransfer {
             qp: inner.lent_index(t.grant.group.0, t.grant.function, lane)?,
@@ -201,26 +204,54 @@ impl<N: Nic> Inner<N> {
         })
     }
 
-    /// The access QPs that can be lent, by group, function and lane.
-    fn lent_qps(&self) -> impl Iterator<Item = &AccessQp<N>> {
-        let all_but_first = |lane: &[AccessQp<N>]| lane.len().min(1);
-        self.groups.iter().flat_map(move |group| {
-            let functions = group.qps.chunks(group.lanes() as usize);
+    /// Locks the virtual QPs that can be lent, by group, function and lane: no operation is posted
+    /// on them, and no broken QP is re-established.
+    fn lock_lent_paths(&self) -> Vec<LockedPath<'_, N>> {
+        let all_but_first = |lane: &[Path<N>]| lane.len().min(1);
+        let paths = self.groups.iter().flat_map(move |group| {
+            let functions = group.paths.chunks(group.lanes() as usize);
             functions.flat_map(move |lanes| &lanes[all_but_first(lanes)..])
-        })
+        });
+        paths.map(LockedPath::lock).collect()
     }
 
-    /// Position, in [`Inner::lent_qps`], of the QP for a lane of a function.
+    /// Position, in [`lent_qps`], of the active QP for a lane of a function.
     fn lent_index(&self, group: u16, function: u8, lane: Lane) -> Result<u16, Error> {
         let group = group as usize;
         let lanes = self.groups[group].lanes() as usize;
-        let functions = self.groups[group].qps.len() / lanes;
+        let functions = self.groups[group].paths.len() / lanes;
         let (function, lane) = (function as usize % functions, lane.0 as usize % lanes);
         if lane == 0 {
             return Err(refused("the first lane is never lent"));
         }
         Ok(((group * functions + function) * (lanes - 1) + lane - 1) as u16)
     }
+}
+
+/// A virtual QP that is about to be lent or taken back.
+struct LockedPath<'a, N: Nic> {
+    path: &'a Path<N>,
+    state: RwLockWriteGuard<'a, State>,
+    _restoring: MutexGuard<'a, ()>,
+}
+
+impl<'a, N: Nic> LockedPath<'a, N> {
+    fn lock(path: &'a Path<N>) -> Self {
+        let restoring = path.restoring().lock();
+        Self { path, state: path.state().write(), _restoring: restoring }
+    }
+
+    fn reconnect(&mut self, control: &dyn ControlPlane) -> Result<(), Error> {
+        self.path.reconnect(&mut self.state, control)
+    }
+}
+
+/// All QPs of these virtual QPs: first the active QP of each, which the borrower uses. The CQ is
+/// lent only together with the spare QPs that complete to it.
+fn lent_qps<N: Nic>(paths: &[LockedPath<'_, N>]) -> Vec<N::Qp> {
+    let active = paths.iter().flat_map(|locked| locked.path.active_first(&locked.state).take(1));
+    let spares = paths.iter().flat_map(|locked| locked.path.active_first(&locked.state).skip(1));
+    active.chain(spares).map(|access_qp| access_qp.qp().clone()).collect()
 }
 
 fn refused(why: &str) -> Error {

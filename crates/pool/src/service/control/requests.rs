@@ -7,12 +7,12 @@ use crate::Error;
 use crate::nic::SessionNeeds;
 use crate::protocol::{self, Admission, NodeHello, Opening, Reply, Request, VERSION};
 use crate::remote::token::{self, Greeting, Nonce, Nonces, Side};
-use crate::remote::{ConnectionSecret, Route, Start};
+use crate::remote::{ConnectionSecret, Route, Start, domain};
 use crate::service::client_limits::cost;
 use crate::service::connection::{Connection, DeferredOp, Ends, PoolSession, Role};
 use crate::service::connection_limits::ConnectionId;
 use crate::service::connection_limits::Holder;
-use scheme::{ClientId, ConnectReply, ConnectRequest, GroupId, Lane, QpSet};
+use scheme::{ClientId, ConnectReply, ConnectRequest, DomainToken, GroupId, Lane, QpSet};
 
 /// Pieces of shared memory of a compute node in addition to those of its queues.
 const BUFFERS: usize = 256;
@@ -114,7 +114,8 @@ impl Control<'_> {
             },
             "pool" if opening.version == VERSION => {
                 let secret = nonces.map(|n| ConnectionSecret::new(token, &n, authenticated));
-                connection.role = Role::Pool(PoolSession { secret, ..PoolSession::default() });
+                connection.role =
+                    Role::Pool(PoolSession { secret, nonces, ..PoolSession::default() });
                 let server = Side::server(authenticated);
                 let proof = nonces.and_then(|nonces| Some(token?.proof(server, &nonces)));
                 let roce = ends.map(|ends| ends.here);
@@ -226,13 +227,16 @@ impl Control<'_> {
         if session.client.is_some() {
             return Err(refused("a compute node is admitted on this connection already"));
         }
-        let admitted =
-            self.shared.node.admit(&ConnectRequest { route, start, ..request.clone() })?;
+        let tokens = self.remote.as_ref().map_or(&[][..], |remote| &remote.domains);
+        let domain = domain_of(admission, session.nonces, tokens)?;
+        let request = ConnectRequest { route, start, domain, ..request.clone() };
+        let admitted = self.shared.node.admit(&request)?;
         self.slots.take(ClientId(admitted.client), holder);
         session.client = Some(ClientId(admitted.client));
         session.nic = nic;
         let (client, groups) = (admitted.client, request.groups.len());
-        tracing::info!(client, peer = %holder.identity, groups, "client admitted");
+        let in_domain = domain.is_some();
+        tracing::info!(client, peer = %holder.identity, groups, in_domain, "client admitted");
         Ok(admitted)
     }
 
@@ -271,6 +275,28 @@ impl Control<'_> {
     }
 }
 
+/// Token of the compute node's domain, if it names one. `nonces`: of a connection from another
+/// host, on which the token itself is never accepted.
+fn domain_of(
+    admission: &Admission,
+    nonces: Option<Nonces>,
+    tokens: &[DomainToken],
+) -> Result<Option<DomainToken>, Error> {
+    match (nonces, admission.domain, &admission.domain_proof) {
+        (_, None, None) => Ok(None),
+        (None, Some(token), None) => Ok(Some(token)),
+        (Some(nonces), None, Some(proof)) => match domain::proved(tokens, &nonces, proof) {
+            Some(token) => Ok(Some(token)),
+            None => Err(refused(
+                "its domain token is not one of the memory node's: start the memory node with \
+                 this token (granary serve --domain-token)",
+            )),
+        },
+        (None, ..) => Err(refused("it proves its domain token, which is for other hosts")),
+        (Some(_), ..) => Err(refused("it sends its domain token, which other hosts must prove")),
+    }
+}
+
 /// Network path to the QPs of a compute node on another host.
 fn route_of(ends: &Ends, admission: &Admission) -> Result<Route, Error> {
     let there =
@@ -287,4 +313,47 @@ fn start_of(secret: Option<ConnectionSecret>, salt: Option<Nonce>) -> Result<Opt
     let Some(secret) = secret else { return Ok(None) };
     let salt = salt.ok_or_else(|| refused("it gives no salt for its QPs"))?;
     Ok(Some(secret.start(Side::Server, &salt)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn domain_is_named_on_this_host_and_proved_from_another() {
+        let nonces =
+            || Nonces { server: Nonce::random().unwrap(), client: Nonce::random().unwrap() };
+        let (here, there) = (nonces(), nonces());
+        let (token, other) = (DomainToken([1; 32]), DomainToken([2; 32]));
+        let named = |domain| Admission { domain, ..Admission::default() };
+        let proving = |token, nonces| Admission {
+            domain_proof: Some(domain::proof(&token, &nonces)),
+            ..Admission::default()
+        };
+        let tokens = [other, token];
+        let joins = |admission: &Admission, nonces| {
+            domain_of(admission, nonces, &tokens).map_err(|e| e.to_string())
+        };
+        assert_eq!(joins(&named(None), None), Ok(None));
+        assert_eq!(joins(&named(None), Some(here)), Ok(None));
+        // A token that the memory node was not given names a domain on this host.
+        let local = DomainToken([3; 32]);
+        assert_eq!(joins(&named(Some(local)), None), Ok(Some(local)));
+        assert_eq!(joins(&proving(token, here), Some(here)), Ok(Some(token)));
+        assert_eq!(joins(&proving(other, here), Some(here)), Ok(Some(other)));
+
+        let refused = |admission: &Admission, nonces, why: &str| {
+            let error = joins(admission, nonces).expect_err("it has joined");
+            assert!(error.contains(why), "{error}");
+        };
+        refused(&proving(local, here), Some(here), "is not one of the memory node's");
+        refused(&proving(token, there), Some(here), "is not one of the memory node's");
+        refused(&named(Some(token)), Some(here), "other hosts must prove");
+        refused(&proving(token, here), None, "for other hosts");
+        let both = Admission { domain: Some(token), ..proving(token, here) };
+        refused(&both, Some(here), "other hosts must prove");
+        refused(&both, None, "for other hosts");
+        let none = domain_of(&proving(token, here), Some(here), &[]);
+        assert!(matches!(none, Err(Error::Refused { .. })), "{none:?}");
+    }
 }
