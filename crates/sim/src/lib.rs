@@ -17,6 +17,7 @@
 //! - All nodes' NICs share one engine. A QP belongs to the node on which it was created.
 
 pub mod check;
+mod clock;
 mod cluster;
 mod error;
 pub mod fiber;
@@ -33,6 +34,7 @@ mod time;
 mod timing;
 mod world;
 
+pub use clock::Clock;
 pub use cluster::{Cluster, ClusterSpec, Connector, Link, Process, SimControl};
 pub use error::Error;
 pub use ids::NodeId;
@@ -41,6 +43,6 @@ pub use nic::{SimHooks, SimNic};
 pub use params::Params;
 pub use qp::Observed;
 pub use random::Random;
-pub use state::Counters;
+pub use state::{Counters, VerbStall};
 pub use time::Time;
 pub use world::Sim;

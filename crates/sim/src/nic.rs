@@ -13,6 +13,7 @@ use verbs::{Completion, CompletionKind, Cqn, DmaMemory, Error, Qpn};
 use crate::fiber;
 use crate::ids::NodeId;
 use crate::params::Params;
+use crate::state::VerbStall;
 use crate::time::Time;
 use crate::world::Shared;
 
@@ -22,7 +23,8 @@ pub type SimNic = InterposedNic<SimHooks>;
 /// Bytes of a page.
 const PAGE: u64 = 4096;
 
-/// Hooks of a program's NIC: the node on which it runs, and the CPU time of its verbs.
+/// Hooks of a program's NIC: the node on which it runs, with its clock, and the CPU time of its
+/// verbs.
 #[derive(Clone)]
 pub struct SimHooks {
     shared: Arc<Shared>,
@@ -45,7 +47,7 @@ impl SimHooks {
     }
 
     /// Returns the virtual time, including time that the running fiber has spent since time last
-    /// passed.
+    /// passed. Programs read the clock of their node: [`SimHooks::local_now`].
     pub fn now(&self) -> Time {
         self.shared.state.lock().now + fiber::charged()
     }
@@ -61,6 +63,27 @@ impl SimHooks {
             self.shared.state.lock().node_cpu += time;
         }
         fiber::charge(time);
+    }
+
+    /// Returns the time that the clock of the program's node shows.
+    pub fn local_now(&self) -> Time {
+        let state = self.shared.state.lock();
+        state.clocks[self.node.0 as usize].read(state.now + fiber::charged())
+    }
+
+    /// Suspends the running fiber at one of its next verbs.
+    pub(crate) fn stall_me_at_verb(&self, stall: VerbStall) {
+        let me = fiber::current().expect("only fibers stall");
+        self.shared.state.lock().fibers[me.0 as usize].verb_stall = Some(stall);
+    }
+
+    /// Suspends the running fiber if a stall begins at this point of its program.
+    fn stall_at_verb(&self) {
+        let Some(me) = fiber::current().filter(|_| !fiber::is_ending()) else { return };
+        let stall = self.shared.state.lock().passes_verb(me, self.node);
+        if let Some(time) = stall {
+            fiber::sleep(time);
+        }
     }
 
     /// Adds a line to the trace if one is recorded.
@@ -107,13 +130,14 @@ impl Hooks for SimHooks {
     }
 
     fn now(&self) -> Duration {
-        Duration::from_nanos(SimHooks::now(self).as_ns())
+        Duration::from_nanos(self.local_now().as_ns())
     }
 
     fn before(&self, call: Call) {
         if fiber::current().is_none() || fiber::is_ending() {
             return;
         }
+        self.stall_at_verb();
         let params = &self.params;
         self.charge(match call {
             Call::PostSend(..) | Call::Enable => params.cpu.post,
@@ -132,6 +156,7 @@ impl Hooks for SimHooks {
 
     fn after(&self) {
         self.shared.collect_work();
+        self.stall_at_verb();
     }
 
     fn made_qp(&self, qpn: Qpn, send_cq: Cqn, managed_ring: Option<DmaMemory>) {

@@ -7,7 +7,8 @@ use std::task::Waker;
 
 use verbs::{Cqn, Qpn};
 
-use crate::fiber::FiberId;
+use crate::clock::Clock;
+use crate::fiber::{self, FiberId};
 use crate::ids::NodeId;
 use crate::net::Net;
 use crate::params::Params;
@@ -77,6 +78,18 @@ pub(crate) struct CqState {
     pub visible_at: Option<Time>,
 }
 
+/// A stall that begins before or after a coming verb of a fiber.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct VerbStall {
+    /// Beginnings and ends of verbs that pass before: with 0 the next verb is posted only after the
+    /// stall.
+    pub passes: u32,
+    /// Length of the stall.
+    pub time: Time,
+    /// Whether the clock of the node stands still meanwhile.
+    pub stops_clock: bool,
+}
+
 #[derive(Default)]
 pub(crate) struct FiberState {
     /// Whether a `Run` event is pending.
@@ -89,6 +102,8 @@ pub(crate) struct FiberState {
     pub deadline: Option<Time>,
     /// Time of the earliest pending `Timer` event.
     pub timer: Option<Time>,
+    /// A stall at a verb.
+    pub verb_stall: Option<VerbStall>,
 }
 
 pub(crate) struct State {
@@ -102,6 +117,8 @@ pub(crate) struct State {
     pub qps: Vec<QpState>,
     pub cqs: Vec<CqState>,
     pub nodes: Vec<NicTiming>,
+    /// The clock that the programs of each node read.
+    pub clocks: Vec<Clock>,
     compute_nodes: u16,
     pub fibers: Vec<FiberState>,
     /// Fibers that run next, at the current time, unless the world is shuffled.
@@ -142,6 +159,7 @@ impl State {
             qps: Vec::new(),
             cqs: Vec::new(),
             nodes: (0..compute_nodes + memory_nodes).map(|_| NicTiming::new(params)).collect(),
+            clocks: vec![Clock::default(); usize::from(compute_nodes + memory_nodes)],
             fibers: Vec::new(),
             next: VecDeque::new(),
             net: Net::new(seed, params.link.retry),
@@ -223,6 +241,22 @@ impl State {
             fiber.timer = Some(deadline);
             self.push(deadline, Event::Timer(id));
         }
+    }
+
+    /// Counts a beginning or an end of a verb of a fiber on a node, and returns the length of the
+    /// stall that begins there.
+    pub fn passes_verb(&mut self, id: FiberId, node: NodeId) -> Option<Time> {
+        let stall = &mut self.fibers[id.0 as usize].verb_stall;
+        let VerbStall { passes, time, stops_clock } = (*stall)?;
+        if let Some(passes) = passes.checked_sub(1) {
+            *stall = Some(VerbStall { passes, time, stops_clock });
+            return None;
+        }
+        *stall = None;
+        if stops_clock {
+            self.clocks[node.0 as usize].stop(self.now + fiber::charged(), time);
+        }
+        Some(time)
     }
 
     pub fn timer(&mut self, id: FiberId) {

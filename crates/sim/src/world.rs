@@ -12,12 +12,13 @@ use rnic::port::inline::InlineNic;
 use verbs::DmaMemory;
 
 use crate::Error;
+use crate::clock::Clock;
 use crate::fiber::{self, Fiber, FiberId, Suspension};
 use crate::ids::NodeId;
 use crate::net::Faults;
 use crate::params::Params;
 use crate::qp::Observed;
-use crate::state::{Counters, Event, State};
+use crate::state::{Counters, Event, State, VerbStall};
 use crate::time::Time;
 
 /// State that hooks and fibers share with the world.
@@ -99,6 +100,16 @@ impl Sim {
         self.shared.state.lock().net.set(faults);
     }
 
+    /// Sets the clock that the programs of a node read from now on.
+    pub fn set_clock(&self, node: NodeId, clock: Clock) {
+        self.shared.state.lock().clocks[node.0 as usize] = clock;
+    }
+
+    /// Returns the clock of a node.
+    pub fn clock(&self, node: NodeId) -> Clock {
+        self.shared.state.lock().clocks[node.0 as usize]
+    }
+
     /// Starts to record a trace.
     pub fn start_trace(&self) {
         self.shared.state.lock().trace = Some(String::new());
@@ -172,6 +183,14 @@ impl Sim {
             (fiber.scheduled, fiber.waits) = (true, false);
             state.push(until, Event::Run(id));
         }
+    }
+
+    /// Suspends a fiber at a coming verb.
+    ///
+    /// [`Sim::stall`] suspends a fiber only while it waits. This method also separates two verbs of
+    /// a fiber, and a verb from the decision to post it.
+    pub fn stall_at_verb(&self, id: FiberId, stall: VerbStall) {
+        self.shared.state.lock().fibers[id.0 as usize].verb_stall = Some(stall);
     }
 
     /// Ends a suspended fiber and drops the values on its stack.

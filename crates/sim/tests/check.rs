@@ -4,7 +4,8 @@
 //! check --scheme S --seed N --trace`.
 
 use pool::schemes;
-use sim::check::{self, Case, EventCounts, Invariant};
+use sim::Time;
+use sim::check::{self, Case, EventCounts, Invariant, Scenario};
 
 /// Number of seeds per case.
 fn seeds() -> u64 {
@@ -153,6 +154,43 @@ fn ondemand_rpc() {
     check_seeds(Case::of(schemes::ONDEMAND_RPC));
 }
 
+/// Clocks differ, and clients and the memory node's CPU stand still for several leases.
+#[test]
+fn patronus() {
+    let counts = check_seeds(Case::of(schemes::PATRONUS));
+    assert!(counts.extensions > seeds() && counts.waits > seeds() && counts.expiries > seeds());
+    // With clocks beyond the assumed bound, honest clients use leases that have ended.
+    assert!(counts.refusals[0] > 0);
+    assert!(counts.refusals[1] > seeds(), "too few forged accesses");
+}
+
+#[test]
+fn patronus_2() {
+    check_seeds(Case::of(schemes::PATRONUS_2));
+}
+
+#[test]
+fn patronus_mr() {
+    check_seeds(Case::of(schemes::PATRONUS_MR));
+}
+
+/// Only the rates of clocks matter: when a clock began to count changes no step.
+#[test]
+fn offsets_of_clocks_change_nothing() {
+    let steps = |scenario: &Scenario, seed| {
+        let trace = check::run_scenario(scenario, seed, true).trace.expect("a trace was wanted");
+        // The first line has the clocks.
+        trace.split_once('\n').expect("more than a line").1.to_owned()
+    };
+    for seed in 0..20 {
+        let mut scenario = Scenario::draw(Case::of(schemes::PATRONUS), seed);
+        let usual = steps(&scenario, seed);
+        let plan = scenario.leases.take().expect("a scheme with leases");
+        scenario.leases = Some(plan.with_offsets(Time::us(20_000_000_000)));
+        assert!(steps(&scenario, seed) == usual, "seed {seed}");
+    }
+}
+
 /// Without hostile clients, because nothing protects from them.
 #[test]
 fn shared_region() {
@@ -268,6 +306,9 @@ fn fixed_defects_stay_fixed() {
         // A client that searched for lost grants freed again a block that it had already freed,
         // while the block got its new key.
         (schemes::FINEMEM, 6921),
+        // The memory node took the time of arrival of a request before its poll for requests, so
+        // that the compute node believed in its lease for too long after a stall in between.
+        (schemes::PATRONUS, 21),
     ];
     for (scheme, seed) in found {
         assert_eq!(

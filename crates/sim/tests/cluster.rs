@@ -7,7 +7,8 @@ use parking_lot::Mutex;
 use pool::{Lane, Options, Scheme, Settings, Step, schemes};
 use scheme::info::AccessKind;
 use scheme::{GroupId, NodeScheme};
-use sim::{Cluster, ClusterSpec, NodeId, Params, Time, fiber};
+use sim::{Clock, Cluster, ClusterSpec, NodeId, Params, Time, VerbStall, fiber};
+use verbs::Nic;
 use verbs::executor::Tasks;
 
 fn finemem<'a>(
@@ -382,4 +383,72 @@ fn recovery_completes_after_abort_in_any_step() {
         }
     }
     assert!(steps > 30);
+}
+
+/// A program reads the clock of its node. Timers, and the work of the NIC, use virtual time.
+#[test]
+fn each_node_has_a_clock_of_its_own() {
+    let hour = Time::us(3_600_000_000);
+    let read_clock = |clock: Clock| {
+        let mut cluster = Cluster::new(&spec(schemes::RPC_MW_2, 1, 1)).expect("a cluster");
+        let process = cluster.connect(NodeId(1), Options::default()).expect("a process");
+        cluster.start();
+        cluster.sim.set_clock(NodeId(1), clock);
+        let shown = Arc::new(Mutex::new((Time::ZERO, Duration::ZERO)));
+        let (from, all) = (cluster.sim.now(), shown.clone());
+        let fiber = cluster.sim.spawn("client", Time::ZERO, move || {
+            let nic = process.pool.nic();
+            let before = nic.now();
+            fiber::sleep(Time::us(100));
+            let grant = fiber::block_on(process.pool.allocate()).expect("a chunk");
+            fiber::block_on(process.pool.free(grant)).expect("it is freed");
+            *all.lock() = (process.hooks.now(), nic.now() - before);
+        });
+        cluster.sim.run_to_end(&[fiber]).expect("it ends");
+        let (end, shown) = *shown.lock();
+        (end.since(from), shown.as_nanos() as f64)
+    };
+    let (took, shown) = read_clock(Clock::default());
+    assert!(took > Time::us(105), "{took}");
+    assert!((shown - took.as_ns() as f64).abs() <= 1.0);
+    for (drift, rate) in [(10_000, 1.01), (-10_000, 0.99)] {
+        let (same, shown) = read_clock(Clock::new(drift, hour));
+        assert_eq!(same, took, "a clock changes no event");
+        assert!((shown - rate * took.as_ns() as f64).abs() <= 2.0, "{shown} ns in {took}");
+    }
+}
+
+/// A stall at a verb begins between two verbs of a program that does not wait there, and stops the
+/// clock of the node in one of its two forms.
+#[test]
+fn fiber_stands_still_at_a_verb() {
+    let allocate = |stall: Option<VerbStall>| {
+        let mut cluster = Cluster::new(&spec(schemes::RPC_MW_2, 1, 1)).expect("a cluster");
+        let process = cluster.connect(NodeId(1), Options::default()).expect("a process");
+        cluster.start();
+        let times = Arc::new(Mutex::new((Time::ZERO, Duration::ZERO)));
+        let ends = times.clone();
+        let fiber = cluster.sim.spawn("client", Time::us(1), move || {
+            let (nic, from) = (process.pool.nic(), process.hooks.now());
+            let before = nic.now();
+            fiber::block_on(process.pool.allocate()).expect("a chunk");
+            *ends.lock() = (process.hooks.now().since(from), nic.now() - before);
+        });
+        if let Some(stall) = stall {
+            cluster.sim.stall_at_verb(fiber, stall);
+        }
+        cluster.sim.run_to_end(&[fiber]).expect("it ends");
+        *times.lock()
+    };
+    let (usual, _) = allocate(None);
+    assert!(usual < Time::us(50), "{usual}");
+    let time = Time::us(300);
+    for passes in 0..4 {
+        for stops_clock in [false, true] {
+            let (took, shown) = allocate(Some(VerbStall { passes, time, stops_clock }));
+            assert!(took >= time && took < usual + time + Time::us(10), "{passes}: {took}");
+            let counted = Time::from(shown);
+            assert_eq!(counted < time, stops_clock, "{passes}: {counted} of {took}");
+        }
+    }
 }

@@ -68,6 +68,9 @@ impl Case {
         Self::of(schemes::PREMMAP_RPC),
         Self::of(schemes::ONDEMAND_RPC),
         Self::of(schemes::SHARED_REGION),
+        Self::of(schemes::PATRONUS),
+        Self::of(schemes::PATRONUS_2),
+        Self::of(schemes::PATRONUS_MR),
         Case { name: "finemem-over-functions", functions: 3, ..Self::of(schemes::FINEMEM) },
         Case {
             name: "finemem-paper-over-functions",
@@ -190,6 +193,11 @@ impl Case {
     /// Returns whether access is by pages.
     pub(super) fn is_paged(&self) -> bool {
         self.scheme.access == AccessKind::Pages
+    }
+
+    /// Returns whether the scheme has objects, permissions and leases.
+    pub(super) fn has_leases(&self) -> bool {
+        self.scheme.leases
     }
 
     /// Returns whether an engine of the NIC owns the pages, and clients address them directly.

@@ -6,15 +6,16 @@ use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use rnic::port::inline::InlineFunction;
 use schemes::finemem;
 
 use super::invariant::{Invariant, Violation};
 use super::node_view::{NodeView, PageState};
-use super::oracle::{ClientIndex, Oracle};
+use super::oracle::{ClientIndex, Leases, Oracle};
 use super::scenario::{Role, Scenario};
-use super::{Context, Outcome, honest, hostile};
+use super::{Context, Outcome, honest, hostile, lessee};
 use crate::cluster::{Cluster, ClusterSpec, Link};
 use crate::fiber::FiberId;
 use crate::ids::NodeId;
@@ -22,6 +23,7 @@ use crate::net::{Faults, Partition};
 use crate::nic::SimNic;
 use crate::params::Params;
 use crate::random::Random;
+use crate::state::VerbStall;
 use crate::time::Time;
 
 /// Deadline for reclaiming a departed client's chunks, if the memory node's CPU is not stalled.
@@ -108,8 +110,14 @@ impl<'a> World<'a> {
         let mut cluster = Cluster::new(&spec).map_err(|e| broken(Invariant::GoesOn, e))?;
         let node_view = cluster.try_scheme(|s| NodeView::of(s)).expect("no fiber runs yet");
         let donated = (node_view.memory().addr(), chunks as u64 * chunk_bytes);
-        let oracle =
+        let mut oracle =
             Oracle::new(scenario.case, cluster.functions(), node_view, (chunks, chunk_bytes));
+        if let Some(plan) = &scenario.leases {
+            oracle.expect_leases(Leases::new(plan, scenario.faults.stalls > Time::ZERO));
+            for (node, clock) in (0..).map(NodeId).zip(&plan.clocks) {
+                cluster.sim.set_clock(node, *clock);
+            }
+        }
         cluster.start();
         cluster.sim.watch();
         let mut world = Self {
@@ -140,8 +148,9 @@ impl<'a> World<'a> {
         let number = self.with_oracle(|o| o.clients.len());
         let kind = if role.hostile { "hostile" } else { "client" };
         let link = Link::default();
-        let client = self
-            .with_oracle(|o| o.add_client(format!("{kind} {number}"), !role.hostile, link.clone()));
+        let client = self.with_oracle(|o| {
+            o.add_client(format!("{kind} {number}"), !role.hostile, link.clone(), node)
+        });
         let cx = Context {
             client,
             oracle: self.oracle.clone(),
@@ -153,16 +162,23 @@ impl<'a> World<'a> {
             groups: self.scenario.groups,
             lanes: self.scenario.settings.lanes() as usize,
             case: self.scenario.case,
+            leases: self.scenario.leases.clone(),
+            domain: self.scenario.leases.as_ref().and_then(|plan| plan.domain(node)),
             nic_random: self
                 .scenario
                 .nic_abuse
                 .then(|| Random::new(self.seed, 5000 + client as u64)),
         };
+        self.with_oracle(|o| o.clients[client].domain = cx.domain);
         let (function, dies) = (cx.function.clone(), cx.dies.clone());
         let random = Random::new(self.seed, 1000 + client as u64);
         let name = self.with_oracle(|o| o.name(client).to_string());
         let quantum = if self.random.below(2) == 0 { Time::ZERO } else { Time::us(1) };
-        let program = if role.hostile { hostile::run } else { honest::run };
+        let program = match role {
+            Role { hostile: true, .. } => hostile::run,
+            Role { leases: true, .. } => lessee::run,
+            _ => honest::run,
+        };
         let fiber = self.cluster.sim.spawn(name, quantum, move || program(cx, role, random));
         self.processes.push(ClientProcess { fiber, client, role, node, link, function, dies });
     }
@@ -227,6 +243,7 @@ impl<'a> World<'a> {
         let read = |into: &mut _| sim.reaches(start, len, into);
         let mut oracle = self.oracle.borrow_mut();
         oracle.now = sim.now();
+        oracle.node_now = Duration::from_nanos(sim.clock(NodeId(0)).read(sim.now()).as_ns());
         if self.scenario.case.is_paged() {
             oracle.set_pages(self.cluster.try_scheme(|s| PageState::of(s)));
         }
@@ -255,6 +272,11 @@ impl<'a> World<'a> {
         }
         if self.events.is_multiple_of(64) {
             self.check_departed()?;
+            if self.scenario.case.has_leases()
+                && let Some(Err(why)) = self.cluster.try_scheme(|s| s.audit())
+            {
+                return Err(broken(Invariant::Accounts, why));
+            }
         }
         Ok(())
     }
@@ -293,6 +315,9 @@ impl<'a> World<'a> {
         if self.processes.is_empty() {
             return;
         }
+        if self.scenario.leases.is_some() && self.random.below(2) == 0 {
+            return self.inject_pause();
+        }
         let faults = self.scenario.faults;
         match self.random.below(8) {
             0 | 1 if self.crashes < faults.crashes => {
@@ -325,6 +350,44 @@ impl<'a> World<'a> {
             6 | 7 if faults.of_network() => self.toggle_network_faults(),
             _ => {}
         }
+    }
+
+    /// In a scheme with leases: has a client or the memory node's CPU stand still at a coming verb,
+    /// or a client's clock leap.
+    fn inject_pause(&mut self) {
+        let Some(plan) = self.scenario.leases.as_ref().filter(|plan| plan.pauses) else { return };
+        let time = plan.some_pause(&mut self.random);
+        let passes = self.random.below(40) as u32;
+        let sim = &self.cluster.sim;
+        if self.random.below(4) == 0 {
+            let time = time.min(Time::us(plan.lease_max_us));
+            let cores = self.cluster.node_fibers();
+            let core = *self.random.pick(&cores);
+            sim.stall_at_verb(core, VerbStall { passes, time, stops_clock: false });
+            return self.with_oracle(|o| {
+                o.extend_deadlines(time);
+                o.note(|_| format!("a core of the memory node will stand still for {time}"));
+            });
+        }
+        let process = &self.processes[self.random.below(self.processes.len() as u64) as usize];
+        if self.random.below(8) == 0 {
+            let mut clock = sim.clock(process.node);
+            clock.leap(time);
+            sim.set_clock(process.node, clock);
+            return self.with_oracle(|o| {
+                o.note(|o| format!("the clock of {} leaps by {time}", o.name(process.client)));
+            });
+        }
+        let stops_clock = self.random.below(3) == 0;
+        sim.stall_at_verb(process.fiber, VerbStall { passes, time, stops_clock });
+        self.with_oracle(|o| {
+            o.slack += time;
+            o.clients[process.client].clock_stopped |= stops_clock;
+            o.note(|o| {
+                let clock = if stops_clock { ", and its clock" } else { "" };
+                format!("{}{clock} will stand still for {time}", o.name(process.client))
+            });
+        });
     }
 
     /// Arms an abort of the memory node's background work a few steps from now.
@@ -403,7 +466,11 @@ impl<'a> World<'a> {
             }
         };
         let (audit, status) = result;
-        audit.map_err(|e| broken(Invariant::Forgotten, e))?;
+        let accounts = match self.scenario.case.has_leases() {
+            true => Invariant::Accounts,
+            false => Invariant::Forgotten,
+        };
+        audit.map_err(|e| broken(accounts, e))?;
         let status = status.map_err(|e| broken(Invariant::GoesOn, e))?;
         if status.free != status.chunks || status.clients + status.leaving > 0 {
             let why = format!(

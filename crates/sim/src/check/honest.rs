@@ -64,7 +64,12 @@ pub(super) fn run(cx: Context, role: Role, mut random: Random) {
 fn connect(cx: &Context) -> Result<Pool<SimNic>, Error> {
     let nic = cx.nic();
     let control = cx.connector.control(&nic, cx.link.clone());
-    let options = Options { groups: Some(cx.groups), send_blocks: 16, ..Options::default() };
+    let options = Options {
+        groups: Some(cx.groups),
+        send_blocks: 16,
+        domain: cx.domain,
+        ..Options::default()
+    };
     Pool::over(nic, Box::new(control), options)
 }
 
@@ -401,7 +406,7 @@ impl Honest {
 type GrantFuture = Pin<Box<dyn Future<Output = Result<Grant, Error>>>>;
 
 /// Runs futures concurrently; `completed` is called with each result when it arrives.
-async fn run_together<T>(
+pub(super) async fn run_together<T>(
     futures: Vec<Pin<Box<dyn Future<Output = T>>>>,
     mut completed: impl FnMut(&T),
 ) -> Vec<T> {

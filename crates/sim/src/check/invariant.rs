@@ -24,6 +24,24 @@ pub enum Invariant {
     Answers,
     /// Clients can perform client operations, and no operation that is reserved to the NIC's owner.
     Privilege,
+    /// Every access that takes effect lies in a permission of its client: range and right.
+    Permissions,
+    /// While an exclusive permission is open, no other permission opens a byte of its range.
+    Exclusive,
+    /// No key opens memory after its permission has ended.
+    Dead,
+    /// No permission is open longer than the longest lease, whatever clients write.
+    Bounded,
+    /// A request that waits is granted or refused in time, first come, first served.
+    Granted,
+    /// While a request waits, the permissions it waits for are not extended.
+    Notified,
+    /// A lease does not end before its honest holder believes so.
+    Belief,
+    /// Memory of an object is used again only when nothing opens it and it is zero.
+    Released,
+    /// Windows, slots, objects and memory add up, and nothing is left after all clients have gone.
+    Accounts,
     /// The memory node keeps running, whatever clients do, and no program panics.
     GoesOn,
 }
@@ -41,6 +59,15 @@ impl Invariant {
             Self::Forgotten => "forgotten",
             Self::Answers => "answers",
             Self::Privilege => "privilege",
+            Self::Permissions => "permissions",
+            Self::Exclusive => "exclusive",
+            Self::Dead => "dead",
+            Self::Bounded => "bounded",
+            Self::Granted => "granted",
+            Self::Notified => "notified",
+            Self::Belief => "belief",
+            Self::Released => "released",
+            Self::Accounts => "accounts",
             Self::GoesOn => "goes on",
         }
     }

@@ -6,6 +6,7 @@
 //! the invariants.
 //!
 //! - `honest`: clients that follow the protocol, with the pool's own client code.
+//! - `lessee`: honest clients of a scheme with leases, which share objects.
 //! - `hostile`: clients that violate the protocol, with raw verbs.
 //! - `node_view`: the memory node's allocation state, in one form for all schemes.
 
@@ -14,6 +15,8 @@ mod drive;
 mod honest;
 mod hostile;
 mod invariant;
+mod lease_plan;
+mod lessee;
 mod node_view;
 mod oracle;
 mod scenario;
@@ -23,6 +26,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use rnic::port::inline::InlineFunction;
+use scheme::DomainToken;
 use schemes::finemem::block::{SECTION_ORDER, SPAN_ORDER};
 
 use crate::cluster::{Connector, Link};
@@ -35,6 +39,7 @@ use crate::time::Time;
 
 pub use case::Case;
 pub use invariant::{Invariant, Violation};
+pub use lease_plan::LeasePlan;
 pub use oracle::EventCounts;
 pub use scenario::{End, FaultPlan, Role, Scenario};
 
@@ -55,11 +60,16 @@ pub struct Outcome {
 
 /// Runs the world that a seed determines, to its end or to the first violation.
 pub fn run(case: Case, seed: u64, trace: bool) -> Outcome {
+    run_scenario(&Scenario::draw(case, seed), seed, trace)
+}
+
+/// Runs a scenario, which may be that of the seed with changes, to its end or to the first
+/// violation.
+pub fn run_scenario(scenario: &Scenario, seed: u64, trace: bool) -> Outcome {
     thread_local! {
         static PARAMS: Arc<Params> = Arc::new(Params::connectx5());
     }
-    let scenario = Scenario::draw(case, seed);
-    PARAMS.with(|params| drive::run(&scenario, seed, params, trace))
+    PARAMS.with(|params| drive::run(scenario, seed, params, trace))
 }
 
 /// State that a client's fiber shares with the driver of the world.
@@ -77,6 +87,10 @@ struct Context {
     groups: u16,
     lanes: usize,
     case: Case,
+    /// Clocks and limits, in a scheme with leases.
+    leases: Option<LeasePlan>,
+    /// Token of the client's domain.
+    domain: Option<DomainToken>,
     /// RNG for adversarial NIC operations, if enabled.
     nic_random: Option<Random>,
 }
@@ -95,7 +109,9 @@ impl Context {
         };
         self.with_oracle(|o| o.set_function(self.client, function.id()));
         *self.function.borrow_mut() = Some(function.clone());
-        self.connector.nic(self.node, &function)
+        let nic = self.connector.nic(self.node, &function);
+        self.with_oracle(|o| o.clients[self.client].hooks = Some(nic.hooks().clone()));
+        nic
     }
 
     /// Returns a random block order (log2 of the number of chunks), if the case has several block

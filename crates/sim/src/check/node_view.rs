@@ -8,9 +8,12 @@ use scheme::{ClientId, NodeScheme};
 use schemes::blocks::ChunkIndex;
 use schemes::odrp::table::page_of;
 use schemes::onesidedmw::layout::Memory;
+use schemes::patronus::LeaseView;
+use schemes::patronus::book::{ObjectView, PermissionId, PermissionView};
+use schemes::patronus::message::ObjectId;
 use schemes::tdmem::layout::{Layout, Owner};
 use schemes::tdmem::{Tier, table};
-use schemes::{finemem, odrp, onesidedmw, rpc, tdmem};
+use schemes::{finemem, odrp, onesidedmw, patronus, rpc, tdmem};
 use verbs::{DmaMemory, Key, MemoryRegion};
 
 use crate::nic::SimNic;
@@ -79,6 +82,39 @@ impl EngineView {
     }
 }
 
+/// The book of a memory node with leases.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub(super) struct BookState {
+    pub permissions: Vec<PermissionView>,
+    pub objects: Vec<ObjectView>,
+    /// The requests that wait for each object with waiting requests, in their order.
+    pub queues: Vec<(ObjectId, Vec<PermissionId>)>,
+}
+
+impl BookState {
+    fn of(book: &patronus::book::Book) -> Self {
+        let objects: Vec<ObjectView> = book.objects().collect();
+        let awaited = objects.iter().filter(|object| object.waiting > 0);
+        let queue = |object: &ObjectView| (object.id, book.waiters(object.id.entry).collect());
+        let queues = awaited.map(queue).collect();
+        Self { permissions: book.permissions().collect(), objects, queues }
+    }
+
+    pub fn permission(&self, id: PermissionId) -> Option<&PermissionView> {
+        self.permissions.iter().find(|permission| permission.id == id)
+    }
+
+    pub fn object(&self, id: ObjectId) -> Option<&ObjectView> {
+        self.objects.iter().find(|object| object.id == id)
+    }
+
+    /// Returns the requests that wait for an object.
+    pub fn queue(&self, id: ObjectId) -> &[PermissionId] {
+        let queue = self.queues.iter().find(|(object, _)| *object == id);
+        queue.map_or(&[], |(_, queue)| queue)
+    }
+}
+
 /// A view of a memory node's allocation state.
 pub(super) enum NodeView {
     /// Table and free queue of `onesidedmw`.
@@ -91,6 +127,8 @@ pub(super) enum NodeView {
     Tree(finemem::AllocationView),
     /// Tables of `tdmem`.
     Engine(EngineView),
+    /// The book of `patronus`.
+    Leases(LeaseView<SimNic>),
 }
 
 impl NodeView {
@@ -106,6 +144,8 @@ impl NodeView {
             Self::Tree(node.allocation_view())
         } else if let Some(node) = any.downcast_ref::<tdmem::Node<SimNic>>() {
             Self::Engine(EngineView::of(node))
+        } else if let Some(node) = any.downcast_ref::<patronus::Node<SimNic>>() {
+            Self::Leases(node.lease_view())
         } else {
             unreachable!("the check does not support this scheme")
         }
@@ -118,6 +158,23 @@ impl NodeView {
             Self::Rpc(view) => view.memory(),
             Self::Tree(view) => view.memory(),
             Self::Engine(view) => view.pages.clone(),
+            Self::Leases(view) => view.memory(),
+        }
+    }
+
+    /// Returns the book, in a scheme with leases; `None` while its lock is held.
+    pub fn book(&self) -> Option<BookState> {
+        match self {
+            Self::Leases(view) => view.book(BookState::of),
+            _ => None,
+        }
+    }
+
+    /// Returns the lifetime words of a compute node, in a scheme with leases.
+    pub fn words(&self, client: ClientId) -> Option<DmaMemory> {
+        match self {
+            Self::Leases(view) => view.words(client),
+            _ => None,
         }
     }
 
@@ -169,6 +226,8 @@ impl NodeView {
                 0 => Some(None),
                 number => view.client(number).map(Some),
             },
+            // Objects are no chunks; the book is compared instead.
+            Self::Leases(_) => None,
         }
     }
 
@@ -204,7 +263,7 @@ impl NodeView {
     pub fn is_deferred(&self, chunk: u32) -> bool {
         let chunk = ChunkIndex::new(chunk);
         match self {
-            Self::Chains(_) | Self::Pages(..) | Self::Engine(_) => false,
+            Self::Chains(_) | Self::Pages(..) | Self::Engine(_) | Self::Leases(_) => false,
             Self::Rpc(view) => view.chunk(chunk).is_some_and(|c| c.aside),
             Self::Tree(view) => view.is_quarantined(chunk),
         }
@@ -224,6 +283,7 @@ impl NodeView {
                 let free = view.chunks().filter(|chunk| !view.is_taken(*chunk));
                 return Ok(Some(free.map(ChunkIndex::raw).collect()));
             }
+            Self::Leases(_) => return Ok(None),
             Self::Engine(view) => {
                 let tiers = Tier::DONOR.into_iter();
                 return Ok(Some(tiers.flat_map(|tier| view.tables.tier(tier).iter()).collect()));

@@ -4,6 +4,7 @@ use pool::Settings;
 use schemes::odrp::PAGE_BYTES;
 
 use super::case::Case;
+use super::lease_plan::LeasePlan;
 use crate::random::Random;
 use crate::time::Time;
 
@@ -22,6 +23,8 @@ pub struct Scenario {
     pub nic_abuse: bool,
     /// Whether the memory node's background work is aborted and restarted repeatedly.
     pub aborts_enabled: bool,
+    /// Clocks, pauses and domains, in a scheme with leases.
+    pub leases: Option<LeasePlan>,
     /// The case.
     pub case: Case,
 }
@@ -31,6 +34,8 @@ pub struct Scenario {
 pub struct Role {
     /// The client violates the protocol.
     pub hostile: bool,
+    /// The client uses objects and permissions, not only grants.
+    pub leases: bool,
     /// Number of rounds of operations.
     pub rounds: u32,
     /// How the client ends.
@@ -88,6 +93,7 @@ impl Scenario {
         let mut clients: Vec<Role> = (0..count)
             .map(|at| Role {
                 hostile: hostile && (at == 0 || r.below(4) == 0),
+                leases: false,
                 rounds: 4 + r.below(20) as u32,
                 end: *r.pick(&[End::Tidy, End::Tidy, End::Careless, End::Dies]),
             })
@@ -124,7 +130,15 @@ impl Scenario {
                 role.hostile = at == 0 || more.below(4) == 0;
             }
         }
-        Self { settings, clients, faults, groups, nic_abuse, aborts_enabled, case }
+        let leases = case.has_leases().then(|| LeasePlan::draw(seed, clients.len()));
+        for role in clients.iter_mut().filter(|_| leases.is_some()) {
+            role.leases = more.below(4) != 0;
+        }
+        let settings = match &leases {
+            Some(plan) => plan.set(settings),
+            None => settings,
+        };
+        Self { settings, clients, faults, groups, nic_abuse, aborts_enabled, leases, case }
     }
 }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use pool::protocol::NodeHello;
 use pool::{Settings, schemes};
-use scheme::{ClientId, CpuEvents, NodeScheme, Worker};
+use scheme::{ClientId, CpuEvents, NodeScheme, Offer, Worker};
 
 use crate::fiber::{self, FiberId};
 use crate::nic::{SimHooks, SimNic};
@@ -63,7 +63,9 @@ impl NodeCpu {
         let node = settings.node()?;
         let mut scheme = schemes::nodes().node(nic, &node)?;
         let functions = scheme.functions();
-        let welcome = NodeHello::of(&node, functions, 1, scheme.terms());
+        let hello = NodeHello::of(&node, functions, 1, scheme.terms());
+        let offer = Offer { spares: scheme.spares(), ..hello.offer };
+        let welcome = NodeHello { offer, ..hello };
         let cpu = scheme.cpu();
         Ok(Self {
             core: Mutex::new(Core { scheme, last: 0 }),
@@ -128,7 +130,7 @@ impl NodeCpu {
             }
             match busy? {
                 true => fiber::charge(TURN),
-                false => _ = events.wait(Duration::MAX)?,
+                false => _ = events.wait(worker.next_poll().unwrap_or(Duration::MAX))?,
             }
         }
         Ok(())

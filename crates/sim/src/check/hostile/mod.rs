@@ -9,6 +9,7 @@
 mod accesses;
 mod chunks;
 mod engine;
+mod leases;
 mod nic_abuse;
 mod pages;
 mod trees;
@@ -37,6 +38,8 @@ use crate::time::Time;
 /// Offsets in the client's memory of replies (0), of the bytes for accesses, and of the bulletin.
 const SCRATCH: usize = 1024;
 const BULLETIN: usize = 3072;
+/// Bytes of the longest reply.
+const REPLY: u32 = schemes::patronus::message::REPLY_BYTES as u32;
 /// Offset of the page, if access is by pages.
 const PAGE: usize = 4096;
 /// How long the client waits for an answer that may never come.
@@ -64,6 +67,8 @@ struct Hostile {
     held: Vec<Grant>,
     /// All grants that the client ever had.
     had: Vec<Grant>,
+    /// All permissions that the client ever had, in a scheme with leases.
+    leased: Vec<leases::Had>,
     number: u64,
     /// Whether the connection is lost.
     out: bool,
@@ -119,6 +124,7 @@ impl Hostile {
         let control = cx.connector.control(&nic, cx.link.clone());
         let scheme = cx.case.scheme;
         let functions = control.welcome().offer.functions as usize;
+        let qps = functions + control.welcome().offer.spares as usize;
         let pd = nic.alloc_pd().ok()?;
         let separation = cx.case.separation;
         let rights = Access::LOCAL_ALL | Access::REMOTE_READ | Access::REMOTE_WRITE;
@@ -142,7 +148,7 @@ impl Hostile {
         // Without separation, allocation requests use the first access lane.
         let receives = |lane: usize| if separation || lane > 0 { 0 } else { 16 };
         let group = |_| {
-            (0..cx.lanes * functions)
+            (0..cx.lanes * qps)
                 .map(|lane| side(&nic, &pd, receives(lane)))
                 .collect::<Option<Vec<_>>>()
         };
@@ -157,6 +163,7 @@ impl Hostile {
             },
             groups: access.iter().map(|g| numbers(g)).collect(),
             bulletin_addr: bulletin.addr,
+            domain: cx.domain,
             bulletin_rkey: if wrong_bulletin { 0x1234_5678 } else { bulletin.rkey.0 },
             ..ConnectRequest::default()
         };
@@ -182,6 +189,7 @@ impl Hostile {
             random,
             held: Vec::new(),
             had: Vec::new(),
+            leased: Vec::new(),
             number: 1,
             out: false,
         };
@@ -211,6 +219,9 @@ impl Hostile {
         }
         if self.cx.case.has_engine() {
             return self.round_on_engine();
+        }
+        if self.cx.case.has_leases() {
+            return self.round_on_leases();
         }
         if self.cx.case.is_paged() {
             return self.round_on_pages();
@@ -257,7 +268,7 @@ impl Hostile {
 
     /// Posts a request. Returns false if a queue is full.
     fn send(&mut self, which: usize, data: &[u8]) -> bool {
-        let to = self.memory.sge(which * 128, 64);
+        let to = self.memory.sge(which * 128, REPLY);
         let to = if self.scheme.needs_cpu() { &[to][..] } else { &[] };
         let side = self.side(which);
         let receive = ReceiveRequest { id: 1, to };

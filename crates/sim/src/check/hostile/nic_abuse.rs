@@ -54,6 +54,7 @@ impl Hostile {
             2 | 3 => self.control(Control::Enable),
             4 => self.overwrite_itself(),
             5 | 6 if self.cx.case.has_engine() => self.round_on_engine(),
+            5 | 6 if self.cx.case.has_leases() => self.round_on_leases(),
             5 | 6 if self.cx.case.is_paged() => self.read_while_it_is_freed(),
             5 | 6 => self.use_old_key_of_own_chunk(),
             _ => self.access_one_byte_beyond(),
@@ -72,6 +73,9 @@ impl Hostile {
                 self.post_any_command(&region);
             }
             return;
+        }
+        if self.cx.case.has_leases() {
+            return self.post_any_ask();
         }
         let number = self.below(9) as u32;
         let which = self.below(self.kinds() as u64) as usize;

@@ -23,6 +23,9 @@ impl Oracle {
 
     pub fn granted(&mut self, client: ClientIndex, grant: &Grant) {
         self.clients[client].allocating -= 1;
+        if self.case.has_leases() {
+            return self.grant_without_lease(client, grant.addr, grant.keys());
+        }
         let honest = self.clients[client].honest;
         self.counts.grants[!honest as usize] += 1;
         let entry = grant.entry;
@@ -138,6 +141,9 @@ impl Oracle {
     /// Records the reply to a client that the chunk is free.
     pub fn freed(&mut self, client: ClientIndex, entry: u32, keys: &[Key]) {
         self.note(|o| format!("{} has freed chunk {entry}", o.name(client)));
+        if self.case.has_leases() {
+            return self.freed_without_lease(client, keys);
+        }
         let honest = self.clients[client].honest;
         self.counts.frees[!honest as usize] += 1;
         let hold = self.holds_from(entry).flatten().find(|h| h.client == client && h.keys == keys);

@@ -11,15 +11,17 @@
 
 mod engine;
 mod grants;
+mod leases;
 mod pages;
 mod reachability;
 mod steps;
 
 use std::collections::HashSet;
 use std::fmt::Write as _;
+use std::time::Duration;
 
 use rnic::engine::Reachability;
-use scheme::ClientId;
+use scheme::{ClientId, DomainToken};
 use schemes::finemem::layout::Shape;
 use verbs::{DmaMemory, FunctionId, Key};
 
@@ -27,7 +29,11 @@ use super::case::Case;
 use super::invariant::{Invariant, Violation};
 use super::node_view::{NodeView, PageState};
 use crate::cluster::Link;
+use crate::ids::NodeId;
+use crate::nic::SimHooks;
 use crate::time::Time;
+
+pub(super) use leases::{Leases, Posted, Use};
 
 /// Total sleep time of the memory node's CPU before it handles an event.
 const NAPS: Time = Time::us(12_000);
@@ -62,6 +68,16 @@ pub(super) struct ClientState {
     /// Number of allocation requests in flight.
     allocating: u32,
     alive: bool,
+    /// Token of the client's domain, in a scheme with leases.
+    pub domain: Option<DomainToken>,
+    /// The client's clock, once it has a NIC.
+    pub hooks: Option<SimHooks>,
+    /// The client's compute node.
+    node: NodeId,
+    /// Whether the clock of the client's node has stood still at some time.
+    pub clock_stopped: bool,
+    /// Accesses to donated memory that the NIC has refused.
+    refusals: u32,
 }
 
 /// Counts of what happened in a run.
@@ -75,6 +91,14 @@ pub struct EventCounts {
     pub frees: [u64; 2],
     /// Requests that found no memory.
     pub empty: u64,
+    /// Leases that honest clients extended.
+    pub extensions: u64,
+    /// Permissions that were granted after a wait for others to end.
+    pub waits: u64,
+    /// Leases that ended without the request of a client.
+    pub expiries: u64,
+    /// Accesses that the NIC refused, of honest clients and of hostile clients.
+    pub refusals: [u64; 2],
     /// Accesses that took effect.
     pub accesses: u64,
     /// Requests and accesses that ended in an error, of honest clients and of hostile clients.
@@ -96,6 +120,10 @@ impl EventCounts {
         pairs(&mut self.frees, &other.frees);
         pairs(&mut self.errors, &other.errors);
         self.empty += other.empty;
+        self.extensions += other.extensions;
+        self.waits += other.waits;
+        self.expiries += other.expiries;
+        pairs(&mut self.refusals, &other.refusals);
         self.accesses += other.accesses;
         self.deaths += other.deaths;
         self.guesses += other.guesses;
@@ -130,6 +158,10 @@ pub(super) struct Oracle {
     clear: Vec<bool>,
     /// The owner of each page before the last step, in scheme `tdmem`.
     owner_numbers: Vec<u16>,
+    /// Checks of objects and permissions, in a scheme with leases.
+    leases: Option<Box<Leases>>,
+    /// Changes of the book at the last check of free memory.
+    zeros_checked: u64,
     pub clients: Vec<ClientState>,
     reaches: Vec<Reachability>,
     /// Deadlines by which departed clients must have been forgotten.
@@ -138,6 +170,10 @@ pub(super) struct Oracle {
     pub calm: bool,
     /// Additional time that operations may take because of sleeps and stalls of the CPU.
     pub slack: Time,
+    /// Total length of the stalls of the memory node's CPU.
+    pub cpu_stalls: Time,
+    /// Time that the memory node's clock shows.
+    pub node_now: Duration,
     /// Whether a client has named foreign QPs: those QPs may then access that client's chunks.
     pub misnamed: bool,
     pub violation: Option<Violation>,
@@ -172,11 +208,15 @@ impl Oracle {
             live: vec![Vec::new(); chunks as usize],
             clear: vec![true; chunks as usize],
             owner_numbers: vec![0; chunks as usize],
+            leases: None,
+            zeros_checked: 0,
             clients: Vec::new(),
             reaches: Vec::new(),
             deaths: Vec::new(),
             calm: true,
             slack: NAPS,
+            cpu_stalls: Time::ZERO,
+            node_now: Duration::ZERO,
             misnamed: false,
             violation: None,
             counts: EventCounts::default(),
@@ -229,8 +269,28 @@ impl Oracle {
 
     // --- clients ------------------------------------------------------------------------------
 
-    pub fn add_client(&mut self, name: String, honest: bool, link: Link) -> ClientIndex {
-        let state = ClientState { name, honest, link, function: None, allocating: 0, alive: true };
+    pub fn add_client(
+        &mut self,
+        name: String,
+        honest: bool,
+        link: Link,
+        node: NodeId,
+    ) -> ClientIndex {
+        // The clock may still stand still, although the client that it stopped for was killed.
+        let clock_stopped = self.clients.iter().any(|c| c.node == node && c.clock_stopped);
+        let state = ClientState {
+            name,
+            honest,
+            link,
+            function: None,
+            allocating: 0,
+            alive: true,
+            domain: None,
+            hooks: None,
+            node,
+            clock_stopped,
+            refusals: 0,
+        };
         self.clients.push(state);
         self.clients.len() - 1
     }
@@ -261,12 +321,14 @@ impl Oracle {
         for holds in &mut self.holds {
             holds.retain(|h| h.client != client);
         }
+        self.departs_from_domain(client);
     }
 
     /// Extends the deadlines because the CPU was stalled for `time`.
     pub fn extend_deadlines(&mut self, time: Time) {
         self.deaths.iter_mut().for_each(|(by, _)| *by += time);
         self.slack += time;
+        self.cpu_stalls += time;
     }
 
     /// Sets the state of the pages, if access is by pages; `None` if it cannot be read now.
@@ -279,8 +341,11 @@ impl Oracle {
     }
 
     /// Returns the chunks that a client owns in the memory node's state, except deferred and
-    /// quarantined ones.
+    /// quarantined ones; in a scheme with leases, the entries of its objects.
     pub fn owned(&self, client: ClientIndex) -> Vec<u32> {
+        if self.case.has_leases() {
+            return self.objects_of(client);
+        }
         let Some(id) = self.clients[client].link.client() else { return Vec::new() };
         let owns =
             |e: &u32| self.node_view.owner(*e) == Some(Some(id)) && !self.node_view.is_deferred(*e);

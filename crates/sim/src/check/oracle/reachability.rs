@@ -18,7 +18,10 @@ impl Oracle {
             reaches.clear(); // open to any holder of the key: accesses are checked instead
         }
         self.reaches = reaches;
-        self.check_reaches();
+        match self.case.has_leases() {
+            true => self.check_lease_reaches(),
+            false => self.check_reaches(),
+        }
     }
 
     /// Returns a client that can access a chunk, if any.

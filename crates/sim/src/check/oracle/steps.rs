@@ -37,6 +37,9 @@ impl Oracle {
         self.counts.steps += 1;
         self.note(|oracle| oracle.describe(o));
         let node = self.is_node(o.function);
+        if self.case.has_leases() {
+            return self.after_step_on_leases(o, read);
+        }
         if self.case.has_engine() {
             return self.after_step_on_engine(o, read);
         }
@@ -73,6 +76,9 @@ impl Oracle {
     /// Checks any other event: a CPU worked, or a message arrived at a CPU.
     pub fn after_cpu(&mut self, read: impl FnOnce(&mut Vec<Reachability>)) {
         self.cpu_steps += 1;
+        if self.case.has_leases() {
+            return self.after_cpu_on_leases(read);
+        }
         if self.case.sizes
             && !self.cpu_steps.is_multiple_of(FULL_CHECK_INTERVAL)
             && !self.has_changed()
