@@ -132,6 +132,7 @@ benchmarks:
 	$(GRANARY) bench alloc --nic inline --clients 1 --out $(OUT)/inline
 	$(GRANARY) bench fault --out $(OUT)
 	$(GRANARY) bench seal
+	$(GRANARY) bench lease
 	$(GRANARY) bench kv --keys 20000 --out $(OUT)
 	$(GRANARY) bench paper onesidedmw --out $(OUT)
 	$(GRANARY) bench paper finemem --out $(OUT)

@@ -41,6 +41,10 @@ fn is_budgets(name: &str) -> bool {
     name.starts_with("granary_budget_")
 }
 
+fn is_leases(name: &str) -> bool {
+    name.starts_with("granary_lease_")
+}
+
 #[test]
 fn served_page_has_documented_names_and_moving_values() -> Result<()> {
     let node = MemoryNode::start("metrics", &SERVE)?;
@@ -48,7 +52,7 @@ fn served_page_has_documented_names_and_moving_values() -> Result<()> {
     ensure!(address.ip().is_loopback(), "{address}");
     let before = Page::scrape(address)?;
     let mut documented = names_in_docs()?;
-    documented.retain(|name| !is_pagers(name) && !is_servers(name));
+    documented.retain(|name| !is_pagers(name) && !is_servers(name) && !is_leases(name));
     assert_eq!(before.names, documented);
 
     let pool = Pool::connect(&node.socket, Options { groups: Some(1), ..Options::default() })?;
@@ -80,6 +84,27 @@ fn served_page_has_documented_names_and_moving_values() -> Result<()> {
     drop(pool);
     let (status, _) = get(address, "/")?;
     assert_eq!(status, "HTTP/1.1 404 Not Found");
+    Ok(())
+}
+
+#[test]
+fn page_of_a_scheme_with_leases_has_their_metrics() -> Result<()> {
+    let serve =
+        ["--memory=4MiB", "--chunk=16KiB", "--metrics=0", "--scheme=patronus", "--spares=2"];
+    let node = MemoryNode::start("metrics-leases", &serve)?;
+    let address = address_of(node.ready["metrics"].as_str().context("no URL")?)?;
+    let pool = Pool::connect(&node.socket, Options { groups: Some(1), ..Options::default() })?;
+    let _grant = pool.allocate_blocking()?;
+    let page = Page::scrape(address)?;
+    let leases = |mut names: BTreeSet<String>| {
+        names.retain(|name| is_leases(name));
+        names
+    };
+    assert_eq!(leases(page.names.clone()), leases(names_in_docs()?));
+    // A grant is a permission. A group of two lanes has two spare QPs for each lane.
+    assert_eq!(page.value("granary_lease_permissions")?, 1.0);
+    assert_eq!(page.value("granary_lease_spare_qps")?, 4.0);
+    assert_eq!(page.value("granary_lease_binds_total")?, 1.0);
     Ok(())
 }
 
@@ -135,7 +160,7 @@ fn page_of_a_run_has_pager_and_private_node() -> Result<()> {
         thread::sleep(PAGE);
     };
     let mut documented = names_in_docs()?;
-    documented.retain(|name| !is_budgets(name) && !is_servers(name));
+    documented.retain(|name| !is_budgets(name) && !is_servers(name) && !is_leases(name));
     assert_eq!(page.names, documented);
     assert_eq!(page.value("granary_pager_processes")?, 1.0);
     let faults = page.value("granary_pager_fault_time_seconds_count")?;

@@ -17,6 +17,7 @@
 //! | [`paged_fault`] | page faults of a paged program |
 //! | [`uffd_baseline`] | baseline of the pager: bare userfaultfd |
 //! | [`kv`] | key-value stores, and servers of other projects under the same workloads |
+//! | [`lease`] | permissions with leases |
 //! | [`policy`] | replacement policies on fault traces |
 //! | [`seal`] | sealing and opening of pages |
 //! | [`paper`] | the papers' experiments, under virtual time and on this machine |
@@ -28,6 +29,7 @@ pub mod fault;
 pub mod handoff;
 mod inline_client;
 pub mod kv;
+pub mod lease;
 #[cfg(test)]
 #[path = "../../../tests/src/needs.rs"]
 mod needs;

@@ -17,6 +17,7 @@ mod commands;
 mod corpus;
 mod file_descriptors;
 mod kernel_swap;
+mod lease_options;
 mod log;
 mod memory;
 mod metrics_page;

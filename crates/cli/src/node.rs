@@ -12,7 +12,7 @@ use anyhow::{Context, bail};
 use metrics::Samples;
 use pool::protocol::{Dropped, Status, Trouble};
 use pool::{Address, ControlMode, ControlPlane, Remote, RemoteAddress, Scheme, Settings, schemes};
-use scheme::{BudgetStatus, Use};
+use scheme::{BudgetStatus, LeaseStatus, Use};
 use schemes::rpc;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -172,14 +172,25 @@ fn arguments(settings: &Settings) -> Vec<String> {
     .chain(settings.options.iter().filter_map(|(name, value)| match value {
         // Budgets limit clients of several users; a private memory node has one user.
         Value::Bool(true) | Value::Object(_) => None,
-        Value::Bool(false) => Some(format!("--no-{}", name.replace('_', "-"))),
-        Value::String(text) => Some(format!("--{name}={text}")),
-        value => Some(format!("--{name}={value}")),
+        Value::Bool(false) => Some(format!("--no-{}", option_name(name))),
+        Value::String(text) => Some(format!("--{}={text}", option_name(name))),
+        value => Some(format!("--{}={value}", option_name(name))),
     }))
     .chain(settings.nic_windows.map(|windows| format!("--nic-windows={windows}")))
     .chain((clients > usual).then(|| format!("--clients={clients}")))
     .chain(settings.shares_chunks.then(|| "--share-chunks".to_owned()))
     .collect()
+}
+
+/// Name of the option of `granary serve` for a setting, without dashes in front.
+pub fn option_name(setting: &str) -> String {
+    match setting {
+        "clients_max" => "clients".to_owned(),
+        "tiers" => "tier".to_owned(),
+        "permissions_max" => "permissions".to_owned(),
+        "clock_drift_ppm_max" => "clock-drift-ppm".to_owned(),
+        setting => setting.replace('_', "-"),
+    }
 }
 
 /// Prints a warning on standard error if a scheme is unsafe.
@@ -292,6 +303,10 @@ pub fn describe(status: &Status) -> String {
         lines.push(("budgets", budgets(budget)));
         lines.extend(budget.most.iter().map(|client| ("", usage(client))));
     }
+    if let Some(lease) = &node.lease {
+        let [objects, permissions, windows] = leases(lease);
+        lines.extend([("objects", objects), ("permissions", permissions), ("windows", windows)]);
+    }
     let line = |(name, value): &(&str, String)| format!("{name:<12} {value}");
     let metrics = status.samples().lines().join("\n");
     let summary = lines.iter().map(line).collect::<Vec<_>>().join("\n");
@@ -385,6 +400,42 @@ fn usage(client: &Use) -> String {
     )
 }
 
+/// Objects, permissions and windows of a scheme with leases.
+fn leases(lease: &LeaseStatus) -> [String; 3] {
+    let count = |count: u64, one: &str, many: &str| {
+        format!("{} {}", thousands(count), if count == 1 { one } else { many })
+    };
+    let objects = format!(
+        "{} with {}, in {}",
+        count(lease.objects, "object", "objects"),
+        Size(lease.object_bytes).rounded(),
+        count(lease.domains, "domain", "domains"),
+    );
+    let permissions = format!(
+        "{} now, {}; so far {} granted, {} found extended, {} renewed, {} revoked, {} expired, {} \
+         marked as not extendable, {}",
+        thousands(lease.permissions),
+        count(lease.waiting, "request waits", "requests wait"),
+        thousands(lease.grants),
+        thousands(lease.extensions),
+        thousands(lease.renewals),
+        thousands(lease.revocations),
+        thousands(lease.expiries),
+        thousands(lease.notices),
+        count(lease.busy, "request in vain", "requests in vain"),
+    );
+    let windows = format!(
+        "{}; {}, {}, {}; {}, {}",
+        count(lease.windows, "window", "windows"),
+        count(lease.binds, "bind", "binds"),
+        count(lease.unbinds, "unbind", "unbinds"),
+        count(lease.handovers, "handover", "handovers"),
+        count(lease.spares, "spare QP", "spare QPs"),
+        count(lease.qp_resets, "QP re-established", "QPs re-established"),
+    );
+    [objects, permissions, windows]
+}
+
 fn by(nic: u64, cpu: u64) -> String {
     format!("{} by the NIC, {} by the memory node's CPU", thousands(nic), thousands(cpu))
 }
@@ -439,6 +490,58 @@ mod tests {
             "control CPU  0.000 s",
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
+        }
+    }
+
+    #[test]
+    fn described_status_has_leases_only_in_a_scheme_with_leases() {
+        let mut status = Status::default();
+        assert!(!describe(&status).contains("permissions"));
+        status.node.lease = Some(LeaseStatus {
+            objects: 1,
+            object_bytes: 3 << 20,
+            permissions: 4,
+            waiting: 5,
+            domains: 6,
+            grants: 7_000,
+            extensions: 8,
+            renewals: 9,
+            revocations: 10,
+            expiries: 11,
+            notices: 12,
+            busy: 1,
+            binds: 14,
+            unbinds: 15,
+            handovers: 16,
+            windows: 17,
+            spares: 18,
+            qp_resets: 19,
+        });
+        let text = describe(&status);
+        for part in [
+            "objects      1 object with 3MiB, in 6 domains",
+            "permissions  4 now, 5 requests wait; so far 7,000 granted, 8 found extended, \
+             9 renewed, 10 revoked, 11 expired, 12 marked as not extendable, 1 request in vain",
+            "windows      17 windows; 14 binds, 15 unbinds, 16 handovers; 18 spare QPs, \
+             19 QPs re-established",
+            "granary_lease_expiries_total 11",
+        ] {
+            assert!(text.contains(part), "{part:?} is not in\n{text}");
+        }
+        let json = serde_json::to_value(StatusReport::new(status)).unwrap();
+        assert_eq!(json["lease"]["handovers"], 16);
+        assert_eq!(json["metrics"]["granary_lease_handovers_total"], 16);
+    }
+
+    #[test]
+    fn settings_of_a_scheme_become_options_of_serve() {
+        let settings = Settings { scheme: schemes::PATRONUS, ..Settings::default() }
+            .with("lease_max_us", 900)
+            .with("clock_drift_ppm_max", 9)
+            .with("control", ControlMode::Polling);
+        let arguments = arguments(&settings);
+        for argument in ["--lease-max-us=900", "--clock-drift-ppm=9", "--control=polling"] {
+            assert!(arguments.iter().any(|a| a == argument), "{argument}: {arguments:?}");
         }
     }
 

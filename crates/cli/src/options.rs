@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use bench_report::progress::Progress;
 use bench_report::report::Report;
-use pool::{Address, Remote, Scheme, Settings};
+use pool::remote::domain;
+use pool::{Address, DomainToken, Remote, Scheme, Settings};
 use units::Size;
 
 use crate::UsageError;
@@ -170,6 +171,22 @@ pub struct TokenFile {
     /// permission
     #[arg(long, value_name = "FILE")]
     pub token_file: Option<PathBuf>,
+}
+
+/// Domain whose members share objects, in schemes with leases.
+#[derive(clap::Args, Clone, Debug, Default)]
+pub struct DomainFile {
+    /// File with the token of the domain to join, 32 bytes or 64 hexadecimal digits; only its owner
+    /// may have read permission. A memory node on another host must have it too
+    #[arg(long, value_name = "FILE", requires = "pool")]
+    domain_token: Option<PathBuf>,
+}
+
+impl DomainFile {
+    /// Reads the token, if a file is given.
+    pub fn token(&self) -> Result<Option<DomainToken>, pool::Error> {
+        self.domain_token.as_deref().map(domain::read).transpose()
+    }
 }
 
 /// Memory that a memory node donates.

@@ -15,6 +15,7 @@ use std::io::{self, BufRead, Write};
 use std::process::Command;
 
 use anyhow::{Context, bail};
+use rustix::process::{Signal, kill_process};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -44,6 +45,11 @@ impl WorkerProcess {
     /// Sends a task to the worker.
     pub fn send_task(&mut self, task: &impl Serialize) -> anyhow::Result<()> {
         self.0.write_line(task).context("send a task to a worker process")
+    }
+
+    /// Kills the worker.
+    pub fn kill(&self) -> anyhow::Result<()> {
+        kill_process(self.0.pid(), Signal::KILL).context("kill a worker process")
     }
 
     /// Waits for the worker's next result.

@@ -37,6 +37,28 @@ fn wrong_command_line_exits_with_2_and_a_reason() {
             &["serve", "--scheme=tdmem", "--memory=8MiB", "--tier=fast=3MiB", "--tier=dram=6MiB"],
             "the tiers must add up to the donated 8388608 bytes",
         ),
+        (
+            &["serve", "--lease-max-us", "500"],
+            "--lease-max-us 500: only schemes patronus, patronus-2 and patronus-mr have",
+        ),
+        (
+            &["serve", "--domain-bytes", "1MiB", "--scheme", "finemem"],
+            "--domain-bytes 1048576: only schemes patronus, patronus-2 and patronus-mr have",
+        ),
+        (
+            &["serve", "--scheme=patronus", "--lease-max-us=40"],
+            "--lease-min-us 50: must be 1 to the longest lease, 40 us",
+        ),
+        (&["serve", "--scheme=patronus", "--spares=4"], "--spares 4: must be 0 to 3"),
+        (
+            &["serve", "--scheme=patronus-2", "--spares=1"],
+            "--spares 1: keys of this scheme are valid on one QP",
+        ),
+        (&["serve", "--scheme=patronus", "--permissions=0"], "--permissions 0: must be 1 to"),
+        (
+            &["serve", "--scheme=patronus", "--clock-drift-ppm=1000000"],
+            "--clock-drift-ppm 1000000: must be 0 to 500000",
+        ),
         (&["bench", "access", "--in-flight", "0"], "--in-flight 0: must be 1 to"),
         (&["bench", "access", "--seconds", "0"], "more than 0"),
         (&["bench", "paper"], "required arguments"),

@@ -16,7 +16,7 @@ use crate::UsageError;
 use crate::file_descriptors;
 use crate::log::{Log, LogLevel};
 use crate::metrics_page::MetricsPage;
-use crate::options::{Donation, Output, PoolAddress, TokenFile};
+use crate::options::{DomainFile, Donation, Output, PoolAddress, TokenFile};
 use crate::signals::Signals;
 
 /// Size of a chunk of the embedded memory node, in bytes.
@@ -87,6 +87,9 @@ pub struct Kv {
 
     #[command(flatten)]
     token: TokenFile,
+
+    #[command(flatten)]
+    domain: DomainFile,
 
     /// Memory of the embedded memory node
     #[arg(long, value_name = "SIZE", default_value = "1GiB")]
@@ -246,7 +249,8 @@ impl Kv {
 
     fn open_pools(&self, threads: u16) -> anyhow::Result<Vec<Pool>> {
         let groups = Some(threads.next_power_of_two().min(GROUPS_MAX));
-        let options = Options { groups, send_blocks: SEND_BLOCKS, ..Options::default() };
+        let domain = self.domain.token()?;
+        let options = Options { groups, send_blocks: SEND_BLOCKS, domain, ..Options::default() };
         if !self.pool.is_empty() {
             let connect = |pool: &PoolAddress| {
                 let pool = pool.clone().with_token(self.token.token_file.as_deref(), "kv")?;

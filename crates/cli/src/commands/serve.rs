@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use metrics::server::Server;
+use pool::remote::domain;
 use pool::schemes::tdmem::{Tier, TierSizes};
 use pool::{
     Address, Budget, ControlMode, Endpoint, Listen, Scheme, Service, Settings, Token, schemes,
@@ -19,6 +20,7 @@ use units::number::thousands;
 
 use crate::UsageError;
 use crate::file_descriptors;
+use crate::lease_options::LeaseOptions;
 use crate::log::{Log, LogLevel};
 use crate::memory::{DonationCheck, HostMemory};
 use crate::metrics_page::MetricsPage;
@@ -57,6 +59,11 @@ pub struct Serve {
     #[arg(long, value_name = "FILE", requires = "listen")]
     token_file: Option<PathBuf>,
 
+    /// File with the token of a domain that clients on other hosts can join, 32 bytes or 64
+    /// hexadecimal digits; only its owner may have read permission. May be given several times
+    #[arg(long, value_name = "FILE", requires = "listen")]
+    domain_token: Vec<PathBuf>,
+
     /// Serve every host and local user that can reach the --listen address, without a token
     #[arg(long, requires = "listen", conflicts_with = "token_file")]
     open_to_all: bool,
@@ -77,21 +84,23 @@ pub struct Serve {
     share_chunks: bool,
 
     /// Allocation scheme: onesidedmw (the NIC allocates), finemem (the compute node allocates with
-    /// one-sided operations), or tdmem (the NIC allocates pages at random places, and looks the
-    /// owner up at each access). For comparison: odrp (the NIC allocates pages at their first
-    /// access); rpc-mw-2, fine-mr, static-mr, ondemand-rpc (the memory node's CPU allocates on
-    /// request); and, unsafe, onesidedmw-paper (its chain as published), finemem-paper (finemem as
-    /// published), premmap-onesided (the compute node allocates from an array), rpc-mw-1,
-    /// premmap-rpc, shared-region (one key to all memory for every compute node). See
-    /// docs/user/choosing.md
+    /// one-sided operations), tdmem (the NIC allocates pages at random places, and looks the owner
+    /// up at each access), or patronus (clients share objects by permissions with leases, which the
+    /// memory node's CPU grants). For comparison: patronus-2, patronus-mr (patronus with type-2
+    /// windows and with regions); odrp (the NIC allocates pages at their first access); rpc-mw-2,
+    /// fine-mr, static-mr, ondemand-rpc (the memory node's CPU allocates on request); and, unsafe,
+    /// onesidedmw-paper (its chain as published), finemem-paper (finemem as published),
+    /// premmap-onesided (the compute node allocates from an array), rpc-mw-1, premmap-rpc,
+    /// shared-region (one key to all memory for every compute node). See docs/user/choosing.md
     #[arg(long, default_value_t = schemes::ONESIDEDMW, value_parser = schemes::find)]
     scheme: Scheme,
 
-    /// How the control thread waits for requests in RPC schemes: event or polling
+    /// How the control thread waits for requests in RPC schemes and in scheme patronus: event or
+    /// polling
     #[arg(long, default_value_t)]
     control: ControlMode,
 
-    /// Control threads that serve requests in RPC schemes
+    /// Control threads that serve requests in RPC schemes and in scheme patronus
     #[arg(long, value_name = "CORES", default_value_t = 1)]
     cores: u32,
 
@@ -111,6 +120,9 @@ pub struct Serve {
     /// software both tiers are main memory
     #[arg(long = "tier", value_name = "TIER=SIZE", value_parser = tier)]
     tiers: Vec<(Tier, Size)>,
+
+    #[command(flatten)]
+    leases: LeaseOptions,
 
     /// Memory windows per group: one for the owner of the grant, and one for each lane
     #[arg(long, value_name = "WINDOWS", default_value_t = Settings::default().group_size)]
@@ -182,7 +194,8 @@ Examples:
   granary serve --memory 64GiB --listen 10.0.0.2 --token-file /etc/granary.token
   granary serve --budget-chunks 512 --budget-requests-per-s 100000
   granary serve --memory 4GiB --metrics 9464 --log info
-  granary serve --scheme rpc-mw-2 --control polling --json";
+  granary serve --scheme rpc-mw-2 --control polling --json
+  granary serve --scheme patronus --chunk 64KiB --lease-max-us 10000 --spares 2";
 
 /// Final JSON line: the memory node's counters.
 #[derive(Serialize)]
@@ -271,6 +284,9 @@ impl Serve {
                 settings = settings.with(name, value);
             }
         }
+        for (name, value) in self.leases.settings() {
+            settings = settings.with(name, value);
+        }
         settings.validate().map_err(|error| match error {
             pool::Error::Setting { setting, value, why } => {
                 UsageError(format!("{}: {why}", option_of(setting, &value)), "serve").into()
@@ -309,11 +325,14 @@ impl Serve {
     fn listen(&self) -> anyhow::Result<Option<Listen>> {
         let Some(address) = self.listen else { return Ok(None) };
         let token = self.token_file.as_deref().map(Token::read).transpose()?;
+        let domains = self.domain_token.iter().map(|file| domain::read(file));
+        let domains = domains.collect::<Result<_, _>>()?;
         let listen = Listen {
             address,
             token,
             open_to_all: self.open_to_all,
             authenticated: !self.no_packet_authentication,
+            domains,
         };
         match listen.check() {
             Err(pool::Error::Setting { value, .. }) => {
@@ -349,11 +368,7 @@ impl Serve {
 
 /// The command-line option that gives a setting this value.
 fn option_of(setting: &str, value: &str) -> String {
-    let option = match setting {
-        "clients_max" => "clients".to_owned(),
-        "tiers" => "tier".to_owned(),
-        setting => setting.replace('_', "-"),
-    };
+    let option = node::option_name(setting);
     match value {
         value if value.starts_with('{') => format!("--{option}"),
         "false" => format!("--no-{option}"),

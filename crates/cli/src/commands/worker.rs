@@ -10,6 +10,7 @@ use bench::fault::Pattern;
 use bench::paged_fault::Memory;
 use bench::paper::programs::Program;
 use bench::pingpong::{NicContext, PeerInfo, Side, Task};
+use pool::schemes::patronus::Extension;
 use pool::{Address, NicService, Options};
 use serde::{Deserialize, Serialize};
 use units::Size;
@@ -23,6 +24,12 @@ use crate::worker_process::{next_task, send_ready, send_result};
 pub enum Worker {
     /// Allocate and free
     Alloc {
+        /// Address of the memory node
+        #[arg(long)]
+        pool: Address,
+    },
+    /// Acquire objects, and hold them until their leases end or this process is killed
+    Hold {
         /// Address of the memory node
         #[arg(long)]
         pool: Address,
@@ -86,6 +93,7 @@ impl Worker {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self {
             Self::Alloc { pool } => alloc(&pool),
+            Self::Hold { pool } => hold(&pool),
             Self::Pingpong { socket, serve } => pingpong(socket.as_deref(), serve),
             Self::Fault { memory } => fault(memory),
             Self::Program { program, memory } => send_result(&programs::work(program, memory)?),
@@ -102,6 +110,16 @@ fn alloc(node: &Address) -> anyhow::Result<()> {
     send_ready()?;
     while let Some(AllocTask { duration, bytes }) = next_task()? {
         send_result(&bench::alloc::client(&pool, duration, bytes)?)?;
+    }
+    Ok(())
+}
+
+fn hold(node: &Address) -> anyhow::Result<()> {
+    let pool = node.connect(bench::lease::options(Extension::Cas))?;
+    send_ready()?;
+    while let Some(task) = next_task()? {
+        bench::lease::hold(&pool, &task)?;
+        send_ready()?;
     }
     Ok(())
 }

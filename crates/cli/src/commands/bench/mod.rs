@@ -4,6 +4,7 @@ mod access;
 mod alloc;
 mod fault;
 mod kv;
+mod lease;
 mod paper;
 mod pingpong;
 mod policy;
@@ -33,6 +34,7 @@ pub enum Bench {
     Alloc(alloc::Alloc),
     Fault(fault::Fault),
     Kv(Box<kv::Kv>),
+    Lease(lease::Lease),
     Paper(paper::Paper),
     Pingpong(pingpong::Pingpong),
     Policy(policy::Policy),
@@ -46,6 +48,7 @@ Examples:
   granary bench pingpong --nic roce             messages between two processes
   granary bench fault --json                    page faults, results as JSON lines
   granary bench kv --nic inline                 a key-value store under YCSB's workloads
+  granary bench lease --quick                   permissions with leases, few operations
   granary bench policy *.trace                  replacement policies on fault traces
   granary bench seal --rounds 9                 encryption of pages against memcpy
   granary bench paper finemem                   a paper's numbers beside ours
@@ -60,6 +63,7 @@ impl Bench {
             Self::Alloc(alloc) => alloc.run(),
             Self::Fault(fault) => fault.run(),
             Self::Kv(kv) => kv.run(),
+            Self::Lease(lease) => lease.run(),
             Self::Paper(paper) => paper.run(),
             Self::Pingpong(pingpong) => pingpong.run(),
             Self::Policy(policy) => policy.run(),
