@@ -9,6 +9,7 @@ pub mod kv;
 pub mod needs;
 pub mod node;
 pub mod pager;
+pub mod record;
 pub mod run;
 pub mod scene;
 pub mod scrape;

@@ -65,6 +65,12 @@ impl Process {
         Self::start_by(Command::new(program), program, arguments, None)
     }
 
+    /// Starts a program by a command, which may name another host.
+    pub fn start_with(command: Command, arguments: &[&str]) -> Result<Self> {
+        let program = command.get_program().to_string_lossy().into_owned();
+        Self::start_by(command, &program, arguments, None)
+    }
+
     fn start_by(
         mut command: Command,
         program: &str,
@@ -301,29 +307,9 @@ impl Scene {
         client.end()
     }
 
-    /// Waits until no client is connected and every chunk is free, then lets the memory node audit
-    /// its metadata.
+    /// [`check_all_chunks_free`] of the memory node.
     pub fn check_all_chunks_free(&self) -> Result<()> {
-        let deadline = Instant::now() + RECLAIM_TIMEOUT;
-        let control = Control::pool(&self.node.socket)?;
-        loop {
-            let Reply::Status(status) = control.ask(Request::Status)? else { bail!("no status") };
-            let n = status.node;
-            if n.clients == 0 && n.free == n.chunks {
-                break;
-            }
-            ensure!(Instant::now() < deadline, "chunks are not free, or clients connected: {n:?}");
-            std::thread::sleep(Duration::from_millis(2));
-        }
-        loop {
-            match control.ask(Request::Audit)? {
-                Reply::Done => return Ok(()),
-                // The node may still be reclaiming a departed client.
-                Reply::Error { .. } if Instant::now() < deadline => {}
-                other => bail!("the audit: {other:?}"),
-            }
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        check_all_chunks_free(&self.node)
     }
 
     /// The `/proc` directory of the memory node's file descriptors.
@@ -337,5 +323,30 @@ impl Scene {
             Reply::Status(status) => Ok(*status),
             other => bail!("{other:?}"),
         }
+    }
+}
+
+/// Waits until no client is connected and every chunk is free, then lets the memory node audit its
+/// metadata.
+pub fn check_all_chunks_free(node: &MemoryNode) -> Result<()> {
+    let deadline = Instant::now() + RECLAIM_TIMEOUT;
+    let control = Control::pool(&node.socket)?;
+    loop {
+        let Reply::Status(status) = control.ask(Request::Status)? else { bail!("no status") };
+        let n = status.node;
+        if n.clients == 0 && n.free == n.chunks {
+            break;
+        }
+        ensure!(Instant::now() < deadline, "chunks are not free, or clients connected: {n:?}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    loop {
+        match control.ask(Request::Audit)? {
+            Reply::Done => return Ok(()),
+            // The node may still be reclaiming a departed client.
+            Reply::Error { .. } if Instant::now() < deadline => {}
+            other => bail!("the audit: {other:?}"),
+        }
+        std::thread::sleep(Duration::from_millis(2));
     }
 }

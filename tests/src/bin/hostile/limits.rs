@@ -166,7 +166,7 @@ pub fn groups(a: &Arguments) -> Result<Value> {
             ..ConnectRequest::default()
         };
         let admission = Admission { connect, session: Some(nic.secret()), ..Admission::default() };
-        match control.ask(Request::Admit(admission))? {
+        match control.ask(Request::Admit(Box::new(admission)))? {
             Reply::Error { why } => refusals.push(why),
             other => bail!("{groups} groups of the same QPs were admitted: {other:?}"),
         }

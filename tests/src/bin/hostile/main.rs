@@ -1,7 +1,7 @@
 //! A hostile compute node. The program implements the attach and control protocols itself, writes
 //! its own WQEs, and has one subcommand for each attack.
 //!
-//! `hostile ATTACK --socket PATH [--of CHUNKS] [--seed N] [--count N] [--ms
+//! `hostile ATTACK --socket PATH [--of CHUNKS] [--object NAME] [--seed N] [--count N] [--ms
 //! N]`. If the memory node is on another host, `--pool
 //! ADDRESS` replaces `--socket`; the address includes the attacker's NIC. The program attaches,
 //! prints `ready`, waits for a line on standard input, attacks, and prints its results as one JSON
@@ -16,6 +16,7 @@ mod compute;
 mod control;
 mod descriptors;
 mod frees;
+mod leases;
 mod limits;
 mod load;
 mod nic;
@@ -31,7 +32,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use pool::Remote;
+use granary_tests::record::from_text;
+use pool::{Object, Remote};
 use serde_json::Value;
 
 use crate::compute::Chunk;
@@ -44,6 +46,8 @@ pub struct Arguments {
     pub remote: Option<Remote>,
     /// Chunks of the victims, with their keys.
     pub of: Vec<Chunk>,
+    /// Object of another compute node.
+    pub object: Option<Object>,
     /// Seed of random choices.
     pub seed: u64,
     /// Number of rounds or objects.
@@ -84,6 +88,7 @@ fn main() -> Result<()> {
         socket: PathBuf::new(),
         remote: None,
         of: Vec::new(),
+        object: None,
         seed: 1,
         count: 0,
         time: Duration::from_millis(500),
@@ -98,6 +103,7 @@ fn main() -> Result<()> {
                 a.remote = Some(remote);
             }
             "--of" => a.of = serde_json::from_str(&value).context("the chunks of --of")?,
+            "--object" => a.object = Some(from_text(&value)?),
             "--seed" => a.seed = value.parse()?,
             "--count" => a.count = value.parse()?,
             "--ms" => a.time = Duration::from_millis(value.parse()?),
@@ -126,6 +132,15 @@ fn main() -> Result<()> {
         "enable" => reach::enable(&a),
         "verbs" => reach::verbs(&a),
         "connect" => reach::connect(&a),
+        "lease-words" => leases::words::table(&a),
+        "lease-hog" => leases::words::hog(&a),
+        "lease-keys" => leases::keys::foreign(&a),
+        "lease-rights" => leases::keys::rights(&a),
+        "lease-requests" => leases::requests::foreign(&a),
+        "lease-malformed" => leases::requests::malformed(&a),
+        "lease-limits" => leases::exhaust::limits(&a),
+        "lease-deaf" => leases::exhaust::deaf(&a),
+        "lease-breaks" => leases::exhaust::breaks(&a),
         "hoard" => limits::hoard(&a),
         "objects" => limits::objects(&a),
         "memories" => limits::memories(&a),

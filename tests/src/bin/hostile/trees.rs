@@ -68,7 +68,7 @@ impl Service {
             ..ConnectRequest::default()
         };
         let admission = Admission { connect, session: Some(nic.secret()), ..Admission::default() };
-        let terms = match control.ask(Request::Admit(admission))? {
+        let terms = match control.ask(Request::Admit(Box::new(admission)))? {
             Reply::Admitted(terms) => terms,
             other => bail!("not admitted: {other:?}"),
         };
