@@ -505,6 +505,7 @@ mod tests {
             domains: 6,
             grants: 7_000,
             extensions: 8,
+            extensions_rpc: 0,
             renewals: 9,
             revocations: 10,
             expiries: 11,

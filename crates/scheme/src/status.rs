@@ -174,6 +174,9 @@ pub struct LeaseStatus {
     pub grants: u64,
     /// Permissions whose lease was found extended at its end, and went on.
     pub extensions: u64,
+    /// Extensions by RPC, for comparison with those by CAS, which the memory node does not count.
+    #[serde(default)]
+    pub extensions_rpc: u64,
     /// Leases renewed by RPC.
     pub renewals: u64,
     /// Permissions revoked by their holders.
@@ -210,6 +213,7 @@ declare! {
             "lease_extensions",
             "Permissions whose lease was found extended at its end."
         ),
+        extensions_rpc: counter("lease_extensions_rpc", "Extensions by RPC instead of CAS."),
         renewals: counter("lease_renewals", "Leases renewed by RPC."),
         revocations: counter("lease_revocations", "Permissions revoked by their holders."),
         expiries: counter("lease_expiries", "Leases that the memory node ended."),

@@ -284,6 +284,7 @@ impl<N: Nic> NodeScheme for Node<N> {
             status.allocations_cpu += counts.allocations;
             status.frees_cpu += counts.frees;
             status.refused += counts.refused;
+            lease.extensions_rpc += counts.extensions;
             lease.binds += counts.binds;
             lease.unbinds += counts.unbinds;
             lease.handovers += counts.handovers;

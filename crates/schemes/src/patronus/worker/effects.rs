@@ -127,7 +127,8 @@ impl<N: Nic> State<N> {
                 shared.cores[self.index].announced_empty.store(true, Ordering::Release);
                 peer.answers.announce_empty();
             }
-            Outcome::Granted(_) | Outcome::Extended(_) | Outcome::Done | Outcome::NoBlock => {}
+            Outcome::Extended(_) => self.counts.extensions += 1,
+            Outcome::Granted(_) | Outcome::Done | Outcome::NoBlock => {}
             _ => self.counts.refused += 1,
         }
         let number = peer.numbers[slot.as_usize()];

@@ -93,6 +93,7 @@ type Received = (ClientId, u64, Option<Ask>, u16);
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Counts {
     pub allocations: u64,
+    pub extensions: u64,
     pub frees: u64,
     pub refused: u64,
     pub binds: u64,
