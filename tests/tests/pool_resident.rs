@@ -190,6 +190,7 @@ schemes! {
     released_chunks_of_patronus_give_their_memory_back: PATRONUS, KEPT, [];
     released_chunks_of_patronus_2_give_their_memory_back: PATRONUS_2, KEPT, [];
     released_chunks_of_patronus_mr_give_their_memory_back: PATRONUS_MR, KEPT, [];
+    released_chunks_of_rpc_data_give_their_memory_back: RPC_DATA, KEPT, [];
     released_pages_of_odrp_give_their_memory_back: ODRP, 0, ["--keep-resident", "0"];
     released_pages_of_tdmem_give_their_memory_back: TDMEM, 0, ["--keep-resident", "0"];
     a_memory_node_may_keep_nothing: ONESIDEDMW, 0, ["--keep-resident", "0"];

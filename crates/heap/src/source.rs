@@ -55,19 +55,19 @@ impl<N: Nic> PoolChunks<N> {
     /// the memory node in places.
     ///
     /// # Errors
-    /// [`Error::Setting`] for a scheme whose chunks are accessed by whole pages: blocks are shorter
-    /// than a page.
+    /// [`Error::Setting`] for a scheme whose chunks are accessed by whole pages, because blocks are
+    /// shorter than a page, or by requests, because a place then names no address.
     pub fn new(pool: Pool<N>, node: u8, first_chunk_addr: u64) -> Result<Self, Error> {
-        if pool.scheme().access != AccessKind::OneSided {
-            return Err(Error::Setting {
-                setting: "scheme",
-                value: pool.scheme().to_string(),
-                why: "the scheme transfers whole pages, and a heap has shorter blocks: serve with \
-                      another scheme"
-                    .into(),
-            });
-        }
-        Ok(Self { pool, node, first_chunk_addr })
+        let why = match pool.scheme().access {
+            AccessKind::OneSided => return Ok(Self { pool, node, first_chunk_addr }),
+            AccessKind::Pages => "transfers whole pages, and a heap has shorter blocks",
+            AccessKind::ByRpc => "has grants without addresses, by which a heap names its blocks",
+        };
+        Err(Error::Setting {
+            setting: "scheme",
+            value: pool.scheme().to_string(),
+            why: format!("the scheme {why}: serve with another scheme"),
+        })
     }
 
     /// The pool.

@@ -55,7 +55,8 @@ impl Hooks for Points {
             | Call::RegMr(_)
             | Call::DeregMr(_)
             | Call::AllocMws(_)
-            | Call::Zero(_) => {}
+            | Call::Zero(_)
+            | Call::Copied(_) => {}
             _ => schedule::yield_to_explorer(),
         }
     }

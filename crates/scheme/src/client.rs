@@ -21,6 +21,8 @@ pub enum Access<'a> {
     OneSided,
     /// Whole pages only. A grant names a page that the memory node looks up at each access.
     Paged(&'a dyn PageAccess),
+    /// Any bytes, by requests to the memory node's CPU. A grant has no key for the NIC.
+    ByRpc(&'a dyn RpcAccess),
 }
 
 /// Access by whole pages.
@@ -36,6 +38,47 @@ pub trait PageAccess: Send + Sync {
 
     /// Writes a page. The first write allocates memory for it.
     fn write_page<'a>(&'a self, page: &'a Grant, from: &'a [u8]) -> Answer<'a, ()>;
+}
+
+/// Access by requests that the memory node's CPU executes, after a check against the object's owner
+/// and range (Patronus §7, the baseline "RPC in the data path").
+///
+/// Offsets count from the first byte of the grant. These futures must be polled to completion; the
+/// pool ensures this when a caller drops one early.
+///
+/// # Errors
+/// [`Error::NoSuchObject`] if the memory node refuses the access: the object was freed, belongs to
+/// another client, or ends before the range does. Nothing was changed.
+pub trait RpcAccess: Send + Sync {
+    /// Most bytes that one request transfers, at least 8.
+    fn data_bytes(&self) -> usize;
+
+    /// Reads at most [`RpcAccess::data_bytes`].
+    fn read<'a>(&'a self, grant: &'a Grant, offset: u64, into: &'a mut [u8]) -> Answer<'a, ()>;
+
+    /// Writes at most [`RpcAccess::data_bytes`].
+    fn write<'a>(&'a self, grant: &'a Grant, offset: u64, from: &'a [u8]) -> Answer<'a, ()>;
+
+    /// Executes an atomic operation on the big-endian word at `offset`, a multiple of 8. Returns
+    /// the previous value.
+    fn atomic<'a>(&'a self, grant: &'a Grant, offset: u64, atomic: Atomic) -> Answer<'a, u64>;
+}
+
+/// An atomic operation on a word of 8 bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Atomic {
+    /// Stores `new` if the word holds `expected`.
+    CompareAndSwap {
+        /// Compared with the word.
+        expected: u64,
+        /// Replaces the word if it equals `expected`.
+        new: u64,
+    },
+    /// Adds, with wrap-around.
+    FetchAndAdd {
+        /// The addend.
+        add: u64,
+    },
 }
 
 /// The future of a request.

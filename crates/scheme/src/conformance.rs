@@ -274,6 +274,9 @@ impl<N: Nic> Client<N> {
                 let page = vec![value; pages.page_bytes()];
                 block_on(pages.write_page(grant, &page)).expect("the owner writes");
             }
+            Access::ByRpc(rpc) => {
+                block_on(rpc.write(grant, 0, &[value; PROBE])).expect("the owner writes");
+            }
         }
     }
 
@@ -291,6 +294,9 @@ impl<N: Nic> Client<N> {
                 let mut page = vec![0xff; pages.page_bytes()];
                 block_on(pages.read_page(grant, &mut page)).expect("the owner reads");
                 bytes.copy_from_slice(&page[..PROBE]);
+            }
+            Access::ByRpc(rpc) => {
+                block_on(rpc.read(grant, 0, &mut bytes)).expect("the owner reads");
             }
         }
         bytes

@@ -74,6 +74,11 @@ impl Grant {
         Self { connection, ..self }
     }
 
+    /// The connection that the grant is tied to.
+    pub fn connection(&self) -> ConnectionEpoch {
+        self.connection
+    }
+
     /// False if another connection issued the grant.
     #[inline]
     pub fn belongs_to(&self, connection: ConnectionEpoch) -> bool {

@@ -21,7 +21,8 @@ pub struct SchemeInfo {
     pub sizes: Sizes,
     /// Operations on a grant.
     pub access: AccessKind,
-    /// The scheme has objects, permissions and leases ([`crate::lease`]).
+    /// The scheme has objects, permissions and leases ([`crate::lease`]). A scheme without them may
+    /// have objects nevertheless: a permission then excludes none and never ends.
     pub leases: bool,
     /// Invalidation and clearing of a freed chunk.
     pub release: ReleaseTime,
@@ -78,6 +79,8 @@ pub enum Isolation {
     PageTable,
     /// A table of the owners of pages, in which an engine of the NIC looks each access up.
     PageOwners,
+    /// The memory node's CPU, which checks each access. No client has a key.
+    NodeCpu,
 }
 
 /// The sizes of an allocation.
@@ -96,6 +99,8 @@ pub enum AccessKind {
     OneSided,
     /// Reads and writes of whole pages. The first write of a page allocates its memory.
     Pages,
+    /// READ, WRITE and atomics at any offset, which the memory node's CPU executes on request.
+    ByRpc,
 }
 
 /// The time at which a freed chunk is released: its keys are dead, and the chunk is cleared.
@@ -184,7 +189,8 @@ impl Isolation {
             | Self::Regions
             | Self::SharedRegion
             | Self::PageTable
-            | Self::PageOwners => false,
+            | Self::PageOwners
+            | Self::NodeCpu => false,
         }
     }
 }

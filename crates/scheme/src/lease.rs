@@ -26,8 +26,10 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
+use verbs::Remote;
 
 use crate::client::Answer;
+use crate::credits::{Credit, Credits};
 use crate::grant::Grant;
 use crate::ids::GroupId;
 
@@ -176,6 +178,8 @@ pub struct Permission(Arc<Shared>);
 struct Shared {
     terms: LeaseTerms,
     state: Mutex<State>,
+    /// Taken by a request that changes the permission's number or ends it.
+    change: Credits,
 }
 
 struct State {
@@ -194,6 +198,8 @@ pub struct Lease {
     pub slot: u32,
     /// The lifetime word as this compute node knows it.
     pub word: u64,
+    /// Address and key of the lifetime word, in a scheme that opens each word by a key of its own.
+    pub header: Option<Remote>,
     /// Moment before which the lease cannot have begun, by the compute node's clock.
     pub since: Duration,
     /// The permission was revoked, or the memory node has ended it.
@@ -203,7 +209,8 @@ pub struct Lease {
 impl Permission {
     /// A permission with this state.
     pub fn new(object: Object, terms: LeaseTerms, lease: Lease) -> Self {
-        Self(Arc::new(Shared { terms, state: Mutex::new(State { object, lease }) }))
+        let (state, change) = (Mutex::new(State { object, lease }), Credits::new(1));
+        Self(Arc::new(Shared { terms, state, change }))
     }
 
     /// The object.
@@ -242,6 +249,13 @@ impl Permission {
     /// The state.
     pub fn lease(&self) -> Lease {
         self.0.state.lock().lease
+    }
+
+    /// Waits until no other renewal or revocation of the permission is in flight. A client of a
+    /// scheme holds the result during its own: otherwise a revocation that overtakes a renewal
+    /// would end the old number, and the new one would stay open.
+    pub async fn begin_change(&self) -> Credit<'_> {
+        self.0.change.take().await
     }
 
     /// Changes the state.
@@ -305,8 +319,22 @@ impl<T: Opens + ?Sized> Opens for &T {
 #[cfg(doc)]
 use crate::Error;
 
+/// CAS on the access QPs of a compute node.
+pub trait CompareAndSwap: Send + Sync {
+    /// Stores `new` in the 8 bytes that `word` opens if they hold `expected`. Returns their
+    /// previous value. The word is big-endian in memory.
+    ///
+    /// # Errors
+    /// [`Error::Access`] if the memory node's NIC refuses the key.
+    fn compare_and_swap<'a>(&'a self, word: &'a Grant, expected: u64, new: u64) -> Answer<'a, u64>;
+}
+
 /// Operations on objects and permissions: a scheme with leases has them beside
 /// [`ClientScheme`](crate::ClientScheme).
+///
+/// In a scheme whose [`SchemeInfo::leases`](crate::SchemeInfo::leases) is false, permissions are
+/// local to the compute node: they exclude no other permission, never end by themselves, and an
+/// acquisition sends no request. So programs for both kinds make the same calls.
 pub trait LeaseScheme: Send + Sync {
     /// Allocates an object of `bytes`, and a permission for the QPs of `group`.
     ///
@@ -339,6 +367,20 @@ pub trait LeaseScheme: Send + Sync {
     /// [`Error::NotExtendable`] while another compute node waits for the object, the object is
     /// being freed, or the longest lease is reached; [`Error::Expired`].
     fn extend<'a>(&'a self, permission: &'a Permission, by: Duration) -> Answer<'a, Duration>;
+
+    /// As [`LeaseScheme::extend`], for a caller that has access QPs. A scheme whose lifetime words
+    /// are opened to access QPs ([`Lease::header`]) executes its CAS on `qps`.
+    ///
+    /// # Errors
+    /// As for [`LeaseScheme::extend`].
+    fn extend_over<'a>(
+        &'a self,
+        permission: &'a Permission,
+        by: Duration,
+        _qps: &'a dyn CompareAndSwap,
+    ) -> Answer<'a, Duration> {
+        self.extend(permission, by)
+    }
 
     /// Begins a new lease under new keys, unless another compute node waits: one RPC. Returns the
     /// time left. No access by the permission may be in flight.
@@ -377,8 +419,8 @@ mod tests {
     fn grant_of_an_ended_permission_has_expired() {
         let until = Duration::from_secs(9);
         let grant = Grant::new(4096, 64, 1.into(), GroupId(0), &[]).leased(Right::Read, until);
-        let lease =
-            Lease { grant, number: 1, slot: 0, word: 0, since: Duration::ZERO, ended: false };
+        let since = Duration::ZERO;
+        let lease = Lease { grant, number: 1, slot: 0, word: 0, header: None, since, ended: false };
         let object = Object { incarnation: 0, entry: 1, generation: 0, len: 64, node: 0 };
         let permission = Permission::new(object, LeaseTerms::shared_read(until), lease);
         let clone = permission.clone();

@@ -41,13 +41,18 @@ mod settings;
 pub mod status;
 pub mod wakeup;
 
-pub use client::{Access, Answer, ClientScheme, PageAccess, check_whole_page, too_large, unknown};
+pub use client::{
+    Access, Answer, Atomic, ClientScheme, PageAccess, RpcAccess, check_whole_page, too_large,
+    unknown,
+};
 pub use connect::{ConnectReply, ConnectRequest, DomainToken, Offer, bulletin};
 pub use error::Error;
 pub use grant::{ConnectionEpoch, Grant};
 pub use ids::{ClientId, GroupId, Lane, MAX_GROUP, QPS_MAX, QpSet};
 pub use info::{Scheme, SchemeInfo};
-pub use lease::{LeaseScheme, LeaseTerms, Object, Opens, Others, Permission, Right, Sharing};
+pub use lease::{
+    CompareAndSwap, LeaseScheme, LeaseTerms, Object, Opens, Others, Permission, Right, Sharing,
+};
 pub use node::{Cpu, CpuEvents, NodeScheme, Worker};
 pub use route::Start;
 pub use settings::{CHUNKS_MAX, NodeSettings, require};

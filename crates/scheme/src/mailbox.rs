@@ -15,7 +15,7 @@ use std::task::{Context, Poll, Waker};
 
 use parking_lot::Mutex;
 use verbs::completion::{Pending, Source, WhenIdle};
-use verbs::{Access, MemoryRegion, Nic, PeerAddress, Qpn, Status, WorkRequest};
+use verbs::{Access, Data, MemoryRegion, Nic, PeerAddress, Qpn, Status, WorkRequest};
 
 use crate::Error;
 use crate::index::Slot;
@@ -134,7 +134,7 @@ impl<N: Nic, const REPLY: usize> Mailbox<N, REPLY> {
             return Err(broken(attempt, Status::Flushed));
         };
         let to = self.replies.sge(buffer.offset(REPLY), REPLY as u32);
-        let (pending, sent) = match self.queue.post_request(attempt, request, &[to]) {
+        let (pending, sent) = match self.queue.post_request(attempt, Data::Inline(request), &[to]) {
             Ok(posted) => posted,
             Err(e) => {
                 state.free.push(buffer);

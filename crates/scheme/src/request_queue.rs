@@ -10,8 +10,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use verbs::completion::{Completer, Pending, Source, WhenIdle};
 use verbs::{
-    Access, Completion, CompletionQueue, CqAttr, Error as VerbsError, Nic, Op, PeerAddress, QpAttr,
-    QpChange, QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Sge, Status,
+    Access, Completion, CompletionQueue, CqAttr, Data, Error as VerbsError, Nic, Op, PeerAddress,
+    QpAttr, QpChange, QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Sge, Status,
     WorkRequest,
 };
 
@@ -102,9 +102,19 @@ impl<N: Nic> RequestQueue<N> {
     /// # Errors
     /// [`Error::ManagementBroken`] if the answer was lost.
     pub async fn ask(&self, attempt: &str, request: &[u8], to: &[Sge]) -> Result<(), Error> {
+        self.ask_with(attempt, Data::Inline(request), to).await
+    }
+
+    /// Like [`RequestQueue::ask`], with a request that may be gathered from registered memory.
+    pub async fn ask_with(
+        &self,
+        attempt: &str,
+        request: Data<'_>,
+        to: &[Sge],
+    ) -> Result<(), Error> {
         // A received answer means that the request was executed, whatever the completion of the
         // SEND says.
-        match self.exchange(attempt, request, to).await? {
+        match self.exchange_with(attempt, request, to).await? {
             (Status::Success, _) => Ok(()),
             (status, Status::Success) | (_, status) => Err(broken(attempt, status)),
         }
@@ -115,6 +125,15 @@ impl<N: Nic> RequestQueue<N> {
         &self,
         attempt: &str,
         request: &[u8],
+        to: &[Sge],
+    ) -> Result<(Status, Status), Error> {
+        self.exchange_with(attempt, Data::Inline(request), to).await
+    }
+
+    async fn exchange_with(
+        &self,
+        attempt: &str,
+        request: Data<'_>,
         to: &[Sge],
     ) -> Result<(Status, Status), Error> {
         let (answered, sent) = loop {
@@ -157,13 +176,16 @@ impl<N: Nic> RequestQueue<N> {
     pub(crate) fn post_request(
         &self,
         attempt: &str,
-        request: &[u8],
+        request: Data<'_>,
         to: &[Sge],
     ) -> Result<(Posted<N>, Posted<N>), Error> {
         let receive = || self.completer.submit(|id| self.qp.post_recv(&ReceiveRequest { id, to }));
         let send = || {
             self.completer.submit(|id| {
-                let op = Op::SendInline { data: request };
+                let op = match request {
+                    Data::Inline(data) => Op::SendInline { data },
+                    Data::Gather(from) => Op::Send { from },
+                };
                 self.qp.post_send(&[WorkRequest { id, op, signaled: true }])
             })
         };

@@ -199,6 +199,12 @@ pub struct LeaseStatus {
     pub spares: u64,
     /// Access QPs that were re-established after an error.
     pub qp_resets: u64,
+    /// Heartbeats of QP polling.
+    #[serde(default)]
+    pub heartbeats: u64,
+    /// Compute nodes that were taken for dead because their QP did not answer a heartbeat.
+    #[serde(default)]
+    pub dead_qps: u64,
 }
 
 declare! {
@@ -231,5 +237,7 @@ declare! {
         windows: gauge("lease_windows", "Windows of all clients, bound or not."),
         spares: gauge("lease_spare_qps", "Spare QPs of all clients."),
         qp_resets: counter("lease_qp_resets", "Access QPs re-established after an error."),
+        heartbeats: counter("lease_heartbeats", "Heartbeats of QP polling."),
+        dead_qps: counter("lease_dead_qps", "Clients whose QP did not answer a heartbeat."),
     } except { }
 }

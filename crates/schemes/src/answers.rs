@@ -10,7 +10,8 @@ use scheme::{ConnectRequest, Error, bulletin};
 use verbs::wqe::Umr;
 use verbs::{
     Access, Completion, CompletionQueue, CqAttr, Error as VerbsError, Key, MemoryRegion, Nic, Op,
-    QpAttr, QpChange, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
+    QpAttr, QpChange, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Remote, Sge, Status,
+    WorkRequest,
 };
 
 /// Send blocks of a management QP per request in flight: the reply, a bulletin "empty" before it,
@@ -20,6 +21,8 @@ const ANSWER_BLOCKS: u32 = 4;
 const NO_GRANT: u64 = u64::MAX;
 /// Work-request ID of a bulletin.
 const BULLETIN: u64 = NO_GRANT - 1;
+/// Work-request ID of a heartbeat.
+const HEARTBEAT: u64 = NO_GRANT - 2;
 /// Maximum number of bulletin writes in flight.
 const BULLETINS: u32 = 2;
 
@@ -32,6 +35,18 @@ pub struct AnswersAttr {
     pub request_bytes: usize,
     /// Rights of the compute node over the QP, with keys that allow them.
     pub access: Access,
+}
+
+/// Result of [`Answers::heartbeat`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Heartbeat {
+    /// A heartbeat was posted.
+    Posted,
+    /// None was posted: the compute node has sent no request since the QP was connected, or the
+    /// send queue is full.
+    NotPosted,
+    /// The last one was not answered.
+    Unanswered,
 }
 
 /// The management QP of a compute node, with its receives and replies.
@@ -55,6 +70,10 @@ pub struct Answers<N: Nic> {
     announced_empty: bool,
     /// True if its management QP has failed.
     broken: bool,
+    /// True if a request was received since the last connect.
+    has_asked: bool,
+    /// True if a heartbeat was not answered so far.
+    heartbeat: bool,
     /// Grants in replies whose delivery is not confirmed yet.
     unconfirmed: BTreeSet<u64>,
     /// Grants in replies that were not delivered; to be taken back.
@@ -96,6 +115,8 @@ impl<N: Nic> Answers<N> {
             bulletins: 0,
             announced_empty: false,
             broken: false,
+            has_asked: false,
+            heartbeat: false,
             unconfirmed: BTreeSet::new(),
             lost: Vec::new(),
         };
@@ -112,6 +133,7 @@ impl<N: Nic> Answers<N> {
         while self.replies.poll(&mut [Completion::EMPTY; 16]) > 0 {}
         self.bulletins = 0;
         self.broken = false;
+        (self.has_asked, self.heartbeat) = (false, false);
         self.announced_empty = false;
         for slot in (Slot::new(0)..Slot::new(self.attr.credits)).iter() {
             self.post_receive(slot)?;
@@ -175,9 +197,15 @@ impl<N: Nic> Answers<N> {
             self.broken = true;
             return None;
         }
+        self.has_asked = true;
         let slot = Slot::new(c.id as u32);
         self.inbox.memory().read(slot.offset(self.attr.request_bytes), bytes);
         Some(slot)
+    }
+
+    /// Copies bytes of the request in a slot, from `at` on. They must lie within its length.
+    pub fn read_request(&self, slot: Slot, at: usize, bytes: &mut [u8]) {
+        self.inbox.memory().read(slot.offset(self.attr.request_bytes) + at, bytes);
     }
 
     fn post_receive(&self, slot: Slot) -> Result<(), Error> {
@@ -191,11 +219,21 @@ impl<N: Nic> Answers<N> {
     /// reply, which [`Answers::take_lost`] returns if the reply is not delivered. An error affects
     /// only this compute node: it puts the management QP into the error state.
     pub fn answer(&mut self, slot: Slot, reply: &[u8], grant: Option<u64>) {
+        self.answer_with(slot, Op::SendInline { data: reply }, grant);
+    }
+
+    /// Like [`Answers::answer`], with a reply in memory that is registered in the QP's PD. The
+    /// memory must not change before the compute node uses the slot again.
+    pub fn answer_from(&mut self, slot: Slot, reply: Sge) {
+        self.answer_with(slot, Op::Send { from: &[reply] }, None);
+    }
+
+    fn answer_with(&mut self, slot: Slot, reply: Op<'_>, grant: Option<u64>) {
         self.unconfirmed.extend(grant);
         if self.broken {
             return;
         }
-        self.post(grant.unwrap_or(NO_GRANT), Op::SendInline { data: reply });
+        self.post(grant.unwrap_or(NO_GRANT), reply);
         if self.post_receive(slot).is_err() {
             self.disconnect();
         }
@@ -242,6 +280,31 @@ impl<N: Nic> Answers<N> {
         self.post(BULLETIN, Op::WriteInline { to: self.bulletin, data: &data });
     }
 
+    /// Looks whether the compute node's NIC has answered the last heartbeat, and posts the next
+    /// one: a WRITE of no bytes, for which the NIC checks no key. A QP that has failed has one more
+    /// period, in which the compute node may re-establish the QP.
+    pub fn heartbeat(&mut self) -> Heartbeat {
+        self.poll_replies();
+        if std::mem::replace(&mut self.heartbeat, self.has_asked) {
+            return Heartbeat::Unanswered;
+        }
+        if self.broken || !self.has_asked {
+            return Heartbeat::NotPosted;
+        }
+        let op = Op::WriteInline { to: Remote::default(), data: &[] };
+        match self.management.qp.post_send(&[WorkRequest { id: HEARTBEAT, op, signaled: true }]) {
+            Ok(()) => Heartbeat::Posted,
+            Err(VerbsError::QueueFull { .. }) => {
+                self.heartbeat = false;
+                Heartbeat::NotPosted
+            }
+            Err(_) => {
+                self.broken = true;
+                Heartbeat::NotPosted
+            }
+        }
+    }
+
     /// Processes the completions of replies and bulletins.
     fn poll_replies(&mut self) {
         let mut done = [Completion::EMPTY; 16];
@@ -249,6 +312,7 @@ impl<N: Nic> Answers<N> {
             let n = self.replies.poll(&mut done);
             for c in &done[..n] {
                 self.bulletins -= (c.id == BULLETIN && self.bulletins > 0) as u32;
+                self.heartbeat &= c.id != HEARTBEAT || c.status != Status::Success;
                 match c.status {
                     Status::Success => drop(self.unconfirmed.remove(&c.id)),
                     _ => self.broken = true,
@@ -274,5 +338,86 @@ impl<N: Nic> Answers<N> {
         self.broken = true;
         // If this fails, the NIC has exited, and no QP works any more.
         let _ = self.management.qp.modify(QpChange::Error);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rnic::nic::SoftNic;
+    use verbs::Qpn;
+
+    use super::*;
+
+    /// The memory node's end, the CQ of its requests, and the compute node's QP.
+    struct Bed {
+        answers: Answers<SoftNic>,
+        requests: <SoftNic as Nic>::Cq,
+        peer: <SoftNic as Nic>::Qp,
+    }
+
+    impl Bed {
+        fn new() -> Self {
+            let nic = SoftNic::inline();
+            let pd = nic.alloc_pd().unwrap();
+            let cq = || nic.create_cq(CqAttr { entries: 64, ignore_overrun: false }).unwrap();
+            let (own, requests) = (cq(), cq());
+            let attr = QpAttr {
+                send_cq: &own,
+                recv_cq: &own,
+                send_blocks: 16,
+                receive: Receive::Own(ReceiveAttr { entries: 4, max_sges: 1 }),
+                access: Access::REMOTE_WRITE,
+            };
+            let peer = nic.create_qp(&pd, attr).unwrap();
+            let request =
+                ConnectRequest { management: vec![peer.qpn().raw()], ..ConnectRequest::default() };
+            let attr = AnswersAttr { credits: 4, request_bytes: 8, access: Access::NONE };
+            let answers = Answers::new(&nic, &pd, &request, &requests, attr).unwrap();
+            let bed = Self { answers, requests, peer };
+            bed.connect();
+            bed
+        }
+
+        fn connect(&self) {
+            let qpn: Qpn = self.answers.management.qp.qpn();
+            self.peer.connect(qpn).unwrap();
+        }
+
+        fn ask(&mut self) {
+            let op = Op::SendInline { data: &[1; 8] };
+            self.peer.post_send(&[WorkRequest { id: 1, op, signaled: true }]).unwrap();
+            let mut all = [Completion::EMPTY; 16];
+            let n = self.requests.poll(&mut all);
+            // Those of an earlier connection were flushed.
+            let received = |c| self.answers.receive(c, &mut [0; 8]);
+            let slots: Vec<Slot> = all[..n].iter().filter_map(received).collect();
+            assert_eq!(slots.len(), 1);
+            self.answers.post_receive(slots[0]).unwrap();
+        }
+    }
+
+    #[test]
+    fn heartbeats_tell_dead_qps_from_live_ones() {
+        let mut bed = Bed::new();
+        assert_eq!(bed.answers.heartbeat(), Heartbeat::NotPosted, "it may not be connected yet");
+        bed.ask();
+        for _ in 0..100 {
+            assert_eq!(bed.answers.heartbeat(), Heartbeat::Posted);
+        }
+        // A QP that is re-established between two heartbeats is alive.
+        bed.peer.modify(QpChange::Reset).unwrap();
+        assert_eq!(bed.answers.heartbeat(), Heartbeat::Posted);
+        bed.answers.reconnect().unwrap();
+        bed.connect();
+        assert_eq!(bed.answers.heartbeat(), Heartbeat::NotPosted);
+        bed.ask();
+        assert_eq!(bed.answers.heartbeat(), Heartbeat::Posted);
+        // One that failed before a heartbeat was posted has one more period, too.
+        bed.peer.modify(QpChange::Error).unwrap();
+        bed.answers.management.qp.modify(QpChange::Error).unwrap();
+        assert_ne!(bed.answers.heartbeat(), Heartbeat::Unanswered);
+        for _ in 0..2 {
+            assert_eq!(bed.answers.heartbeat(), Heartbeat::Unanswered);
+        }
     }
 }

@@ -13,15 +13,17 @@ pub mod odrp;
 pub mod onesidedmw;
 pub mod patronus;
 pub mod rpc;
+pub mod rpc_data;
 pub mod tdmem;
 
 pub use crate::finemem::{FINEMEM, FINEMEM_PAPER, PREMMAP_ONESIDED};
 pub use crate::odrp::ODRP;
 pub use crate::onesidedmw::{ONESIDEDMW, ONESIDEDMW_PAPER};
-pub use crate::patronus::{PATRONUS, PATRONUS_2, PATRONUS_MR};
+pub use crate::patronus::{PATRONUS, PATRONUS_2, PATRONUS_MR, PATRONUS_PAPER, UNPROTECTED};
 pub use crate::rpc::{
     FINE_MR, ONDEMAND_RPC, PREMMAP_RPC, RPC_MW_1, RPC_MW_2, SHARED_REGION, STATIC_MR,
 };
+pub use crate::rpc_data::RPC_DATA;
 pub use crate::tdmem::TDMEM;
 
 use scheme::registry::{ClientFamily, ClientRegistry, Family, NodeFamily, NodeRegistry, Registry};
@@ -47,10 +49,11 @@ pub const ALL: &[Scheme] = &[
     PREMMAP_RPC,
     ONDEMAND_RPC,
     SHARED_REGION,
+    RPC_DATA,
 ];
 
-/// Schemes that fail the conformance suite, and exist for researchers. [`find`] knows their names.
-pub const NONCONFORMING: &[Scheme] = &[ONESIDEDMW_PAPER];
+/// Schemes that fail the conformance suite, and exist for comparison. [`find`] knows their names.
+pub const NONCONFORMING: &[Scheme] = &[ONESIDEDMW_PAPER, PATRONUS_PAPER, UNPROTECTED];
 
 fn every() -> impl Iterator<Item = Scheme> {
     ALL.iter().chain(NONCONFORMING).copied()
@@ -64,6 +67,7 @@ const FAMILIES: &[&dyn Family] = &[
     &finemem::Family,
     &patronus::Family,
     &rpc::Family,
+    &rpc_data::Family,
 ];
 
 /// The families for the memory node of a NIC that executes chains.
@@ -73,19 +77,20 @@ pub fn nodes<N: DirectNic>() -> NodeRegistry<N> {
 
 /// The families for the memory node of any NIC.
 pub fn nodes_without_chains<N: Nic>() -> NodeRegistry<N> {
-    let families: [&'static dyn NodeFamily<N>; 4] =
-        [&finemem::Family, &patronus::Family, &rpc::Family, &tdmem::Family];
+    let families: [&'static dyn NodeFamily<N>; 5] =
+        [&finemem::Family, &patronus::Family, &rpc::Family, &rpc_data::Family, &tdmem::Family];
     Registry::new(families)
 }
 
 /// The families for a pool client.
 pub fn clients<N: Nic>() -> ClientRegistry<N> {
-    let families: [&'static dyn ClientFamily<N>; 6] = [
+    let families: [&'static dyn ClientFamily<N>; 7] = [
         &onesidedmw::Family,
         &odrp::Family,
         &finemem::Family,
         &patronus::Family,
         &rpc::Family,
+        &rpc_data::Family,
         &tdmem::Family,
     ];
     Registry::new(families)

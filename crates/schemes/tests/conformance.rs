@@ -39,6 +39,8 @@ fn every_scheme_conforms_with_its_options() {
                 "domain_bytes" => settings(scheme).with(option, 6 * 4096),
                 "spares" if scheme == &schemes::PATRONUS_2 => settings(scheme).with(option, 0),
                 "spares" => settings(scheme).with(option, 3),
+                "poll_qps_us" => settings(scheme).with(option, 1000),
+                "data_bytes" => settings(scheme).with(option, 64),
                 "clock_drift_ppm_max" => settings(scheme).with(option, 0),
                 other => panic!("option {other} has no check"),
             });

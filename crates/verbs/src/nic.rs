@@ -106,6 +106,10 @@ pub trait Nic: Clone + Send + Sync + 'static {
         zeros.write(memory, offset, len);
     }
 
+    /// Accounts for a copy of `bytes` that the calling CPU has made. A NIC with virtual time takes
+    /// time for it; other NICs do nothing.
+    fn copied(&self, _bytes: usize) {}
+
     /// Allocates a protection domain.
     fn alloc_pd(&self) -> Result<Self::Pd, Error>;
 

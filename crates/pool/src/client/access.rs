@@ -3,7 +3,7 @@
 use std::borrow::Borrow;
 
 use verbs::executor::block_on;
-use verbs::{Nic, Remote};
+use verbs::{Nic, Remote, Sge};
 
 use super::access_qp::Work;
 use super::buffer::BOUNCE_MAX;
@@ -11,10 +11,13 @@ use super::detached::Detached;
 use super::operation::{HeldMemory, Operation};
 use super::{Buffer, Inner, Pool, Transfer};
 use crate::Error;
-use scheme::{Access, Grant, Lane, Opens, Right};
+use scheme::{Access, Atomic, Grant, Lane, Opens, Right};
 
 /// The lane of synchronous operations.
 const SYNC: Lane = Lane(0);
+/// Names of atomics in error messages.
+const CAS: &str = "compare-and-swap";
+const FAA: &str = "fetch-and-add";
 
 impl<N: Nic> Pool<N> {
     /// Reads `into.len()` bytes at `offset` of a chunk.
@@ -27,8 +30,11 @@ impl<N: Nic> Pool<N> {
         let (inner, grant) = (&*self.inner, grant.current());
         let grant = grant.borrow();
         inner.check(grant, Right::Read, "read", offset, into.len())?;
-        if inner.page_bytes.is_some() {
-            return self.read_page(grant, offset, into).await;
+        if !inner.is_one_sided {
+            return match inner.by_rpc() {
+                Some(_) => self.read_by_rpc(grant, offset, into).await,
+                None => self.read_page(grant, offset, into).await,
+            };
         }
         for (at, part) in parts_mut(offset, into) {
             let mut op = inner.read_part(grant, at, part.len())?;
@@ -48,8 +54,11 @@ impl<N: Nic> Pool<N> {
         let (inner, grant) = (&*self.inner, grant.current());
         let grant = grant.borrow();
         inner.check(grant, Right::Read, "read", offset, into.len())?;
-        if inner.page_bytes.is_some() {
-            return block_on(self.read_page(grant, offset, into));
+        if !inner.is_one_sided {
+            return match inner.by_rpc() {
+                Some(_) => self.read_by_rpc_blocking(grant, offset, into),
+                None => block_on(self.read_page(grant, offset, into)),
+            };
         }
         for (at, part) in parts_mut(offset, into) {
             let mut op = inner.read_part(grant, at, part.len())?;
@@ -64,8 +73,11 @@ impl<N: Nic> Pool<N> {
         let (inner, grant) = (&*self.inner, grant.current());
         let grant = grant.borrow();
         inner.check(grant, Right::Write, "write", offset, from.len())?;
-        if inner.page_bytes.is_some() {
-            return self.write_page(grant, offset, from).await;
+        if !inner.is_one_sided {
+            return match inner.by_rpc() {
+                Some(_) => self.write_by_rpc(grant, offset, from).await,
+                None => self.write_page(grant, offset, from).await,
+            };
         }
         for (at, part) in parts(offset, from) {
             inner.write_part(grant, at, part)?.await?;
@@ -83,8 +95,11 @@ impl<N: Nic> Pool<N> {
         let (inner, grant) = (&*self.inner, grant.current());
         let grant = grant.borrow();
         inner.check(grant, Right::Write, "write", offset, from.len())?;
-        if inner.page_bytes.is_some() {
-            return block_on(self.write_page(grant, offset, from));
+        if !inner.is_one_sided {
+            return match inner.by_rpc() {
+                Some(_) => self.write_by_rpc_blocking(grant, offset, from),
+                None => block_on(self.write_page(grant, offset, from)),
+            };
         }
         for (at, part) in parts(offset, from) {
             inner.write_part(grant, at, part)?.wait()?;
@@ -103,7 +118,7 @@ impl<N: Nic> Pool<N> {
             let Access::Paged(pages) = inner.scheme.access() else {
                 unreachable!("access is by pages")
             };
-            inner.page_request(pages.read_page(&grant, &mut page)).await?;
+            inner.data_request(pages.read_page(&grant, &mut page)).await?;
             inner.group(grant.group).counts.add_read(page_bytes);
             Ok::<_, Error>(page)
         };
@@ -120,7 +135,7 @@ impl<N: Nic> Pool<N> {
             let Access::Paged(pages) = inner.scheme.access() else {
                 unreachable!("access is by pages")
             };
-            inner.page_request(pages.write_page(&grant, &page)).await?;
+            inner.data_request(pages.write_page(&grant, &page)).await?;
             inner.group(grant.group).counts.add_write(page.len());
             Ok::<_, Error>(())
         };
@@ -137,9 +152,11 @@ impl<N: Nic> Pool<N> {
         new: u64,
     ) -> Result<u64, Error> {
         let grant = grant.current();
-        let mut op = self.inner.compare_and_swap(grant.borrow(), offset, expected, new)?;
-        (&mut op).await?;
-        Ok(old_word(&op))
+        if self.inner.by_rpc().is_some() {
+            let atomic = Atomic::CompareAndSwap { expected, new };
+            return self.atomic_by_rpc(grant.borrow(), CAS, offset, atomic).await;
+        }
+        self.inner.swap_word(grant.borrow(), offset, expected, new).await
     }
 
     /// [`Pool::compare_and_swap`], blocking.
@@ -151,7 +168,11 @@ impl<N: Nic> Pool<N> {
         new: u64,
     ) -> Result<u64, Error> {
         let grant = grant.current();
-        let mut op = self.inner.compare_and_swap(grant.borrow(), offset, expected, new)?;
+        if self.inner.by_rpc().is_some() {
+            let atomic = Atomic::CompareAndSwap { expected, new };
+            return self.atomic_by_rpc_blocking(grant.borrow(), CAS, offset, atomic);
+        }
+        let mut op = self.inner.post_compare_and_swap(grant.borrow(), offset, expected, new)?;
         op.finish()?;
         Ok(old_word(&op))
     }
@@ -165,6 +186,10 @@ impl<N: Nic> Pool<N> {
         add: u64,
     ) -> Result<u64, Error> {
         let grant = grant.current();
+        if self.inner.by_rpc().is_some() {
+            let atomic = Atomic::FetchAndAdd { add };
+            return self.atomic_by_rpc(grant.borrow(), FAA, offset, atomic).await;
+        }
         let mut op = self.inner.fetch_and_add(grant.borrow(), offset, add)?;
         (&mut op).await?;
         Ok(old_word(&op))
@@ -178,6 +203,10 @@ impl<N: Nic> Pool<N> {
         add: u64,
     ) -> Result<u64, Error> {
         let grant = grant.current();
+        if self.inner.by_rpc().is_some() {
+            let atomic = Atomic::FetchAndAdd { add };
+            return self.atomic_by_rpc_blocking(grant.borrow(), FAA, offset, atomic);
+        }
         let mut op = self.inner.fetch_and_add(grant.borrow(), offset, add)?;
         op.finish()?;
         Ok(old_word(&op))
@@ -230,18 +259,26 @@ impl<N: Nic> Inner<N> {
         self.check_lease(grant.until, op)
     }
 
-    /// Fails if access is by pages, because grants then have no keys for one-sided access.
+    /// Fails if access is by pages or by requests, because grants then have no keys for one-sided
+    /// access.
     #[inline]
     pub(super) fn check_one_sided(&self, op: &'static str) -> Result<(), Error> {
-        match self.page_bytes {
-            None => Ok(()),
-            Some(_) => Err(Error::Setting {
-                setting: "scheme",
-                value: self.welcome.offer.scheme.clone(),
-                why: format!(
-                    "it has no one-sided {op}; read and write whole pages with `read` and `write`"
-                ),
-            }),
+        match self.is_one_sided {
+            true => Ok(()),
+            false => Err(self.not_one_sided(op)),
+        }
+    }
+
+    #[cold]
+    fn not_one_sided(&self, op: &'static str) -> Error {
+        let instead = match self.by_rpc() {
+            Some(_) => "use `read`, `write`, `read_batch`, `write_batch` or `run`",
+            None => "read and write whole pages with `read` and `write`",
+        };
+        Error::Setting {
+            setting: "scheme",
+            value: self.welcome.offer.scheme.clone(),
+            why: format!("it has no one-sided {op}; {instead}"),
         }
     }
 
@@ -260,6 +297,19 @@ impl<N: Nic> Inner<N> {
         })
     }
 
+    /// Checks a transfer. Returns its bytes of the buffer.
+    #[inline]
+    pub(super) fn check_transfer(
+        &self,
+        t: &Transfer<'_>,
+        buffer: &Buffer<N>,
+        needs: Right,
+        op: &'static str,
+    ) -> Result<Sge, Error> {
+        self.check(t.grant, needs, op, t.offset, t.len as usize)?;
+        buffer.part(t, op, self.connection)
+    }
+
     #[inline]
     pub(super) fn read_work(
         &self,
@@ -267,9 +317,8 @@ impl<N: Nic> Inner<N> {
         buffer: &Buffer<N>,
         lane: Lane,
     ) -> Result<Work<'static>, Error> {
-        self.check(t.grant, Right::Read, "read", t.offset, t.len as usize)?;
+        let to = self.check_transfer(t, buffer, Right::Read, "read")?;
         self.check_one_sided("read")?;
-        let to = buffer.part(t, "read", self.connection)?;
         Ok(Work::Read { from: remote(t.grant, t.offset, lane), to })
     }
 
@@ -280,9 +329,8 @@ impl<N: Nic> Inner<N> {
         buffer: &Buffer<N>,
         lane: Lane,
     ) -> Result<Work<'static>, Error> {
-        self.check(t.grant, Right::Write, "write", t.offset, t.len as usize)?;
+        let from = self.check_transfer(t, buffer, Right::Write, "write")?;
         self.check_one_sided("write")?;
-        let from = buffer.part(t, "write", self.connection)?;
         Ok(Work::Write { to: remote(t.grant, t.offset, lane), from })
     }
 
@@ -313,14 +361,27 @@ impl<N: Nic> Inner<N> {
         Operation::post(self, grant, SYNC, work, HeldMemory::Place(place))
     }
 
-    fn compare_and_swap(
+    /// The CAS of the word at `offset` of a chunk. Returns its previous value.
+    pub(super) async fn swap_word(
+        &self,
+        grant: &Grant,
+        offset: u64,
+        expected: u64,
+        new: u64,
+    ) -> Result<u64, Error> {
+        let mut op = self.post_compare_and_swap(grant, offset, expected, new)?;
+        (&mut op).await?;
+        Ok(old_word(&op))
+    }
+
+    fn post_compare_and_swap(
         &self,
         grant: &Grant,
         offset: u64,
         compare: u64,
         swap: u64,
     ) -> Result<Operation<'_, N>, Error> {
-        let at = self.word(grant, "compare-and-swap", offset, SYNC)?;
+        let at = self.word(grant, CAS, offset, SYNC)?;
         let place = self.bounce.take(8)?;
         let work = Work::CompareSwap { at, compare, swap, old: place.sge(0, 8) };
         Operation::post(self, grant, SYNC, work, HeldMemory::Place(place))
@@ -332,7 +393,7 @@ impl<N: Nic> Inner<N> {
         offset: u64,
         add: u64,
     ) -> Result<Operation<'_, N>, Error> {
-        let at = self.word(grant, "fetch-and-add", offset, SYNC)?;
+        let at = self.word(grant, FAA, offset, SYNC)?;
         let place = self.bounce.take(8)?;
         let work = Work::FetchAdd { at, add, old: place.sge(0, 8) };
         Operation::post(self, grant, SYNC, work, HeldMemory::Place(place))
@@ -352,8 +413,19 @@ impl<N: Nic> Inner<N> {
         offset: u64,
         lane: Lane,
     ) -> Result<Remote, Error> {
-        self.check(grant, Right::Write, op, offset, 8)?;
+        self.check_word(grant, op, offset)?;
         self.check_one_sided(op)?;
+        Ok(remote(grant, offset, lane))
+    }
+
+    /// Checks an access to a word.
+    pub(super) fn check_word(
+        &self,
+        grant: &Grant,
+        op: &'static str,
+        offset: u64,
+    ) -> Result<(), Error> {
+        self.check(grant, Right::Write, op, offset, 8)?;
         if !offset.is_multiple_of(8) {
             return Err(Error::Setting {
                 setting: "offset",
@@ -361,7 +433,7 @@ impl<N: Nic> Inner<N> {
                 why: format!("{op} needs an offset that is a multiple of 8"),
             });
         }
-        Ok(remote(grant, offset, lane))
+        Ok(())
     }
 }
 

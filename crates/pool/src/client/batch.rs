@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use smallvec::SmallVec;
+use verbs::executor::block_on;
 use verbs::{Completion, Nic, Status};
 
 use super::access_qp::Work;
@@ -50,6 +51,9 @@ impl<N: Nic> Pool<N> {
         buffer: &Buffer<N>,
         lane: Lane,
     ) -> Result<(), Error> {
+        if self.inner.by_rpc().is_some() {
+            return block_on(self.read_batch_by_rpc(transfers, buffer));
+        }
         self.start_read_batch(transfers, buffer, lane)?.wait()
     }
 
@@ -60,6 +64,9 @@ impl<N: Nic> Pool<N> {
         buffer: &Buffer<N>,
         lane: Lane,
     ) -> Result<(), Error> {
+        if self.inner.by_rpc().is_some() {
+            return block_on(self.write_batch_by_rpc(transfers, buffer));
+        }
         self.start_write_batch(transfers, buffer, lane)?.wait()
     }
 
@@ -70,6 +77,9 @@ impl<N: Nic> Pool<N> {
         buffer: &Buffer<N>,
         lane: Lane,
     ) -> Result<(), Error> {
+        if self.inner.by_rpc().is_some() {
+            return self.read_batch_by_rpc(transfers, buffer).await;
+        }
         self.start_read_batch(transfers, buffer, lane)?.done().await
     }
 
@@ -80,6 +90,9 @@ impl<N: Nic> Pool<N> {
         buffer: &Buffer<N>,
         lane: Lane,
     ) -> Result<(), Error> {
+        if self.inner.by_rpc().is_some() {
+            return self.write_batch_by_rpc(transfers, buffer).await;
+        }
         self.start_write_batch(transfers, buffer, lane)?.done().await
     }
 

@@ -28,6 +28,8 @@ pub(super) struct Inner<N: Nic> {
     pub(super) nic: N,
     pub(super) pd: N::Pd,
     pub(super) scheme: Box<dyn ClientScheme>,
+    /// Access is by READ, WRITE and atomics of the access QPs.
+    pub(super) is_one_sided: bool,
     /// Bytes of a page, in a scheme with access by pages.
     pub(super) page_bytes: Option<usize>,
     pub(super) info: Scheme,
@@ -188,9 +190,9 @@ impl<N: Nic> Inner<N> {
         result
     }
 
-    /// Executes the request that reads or writes a page. Re-establishes the management QPs before
-    /// it, if they are closed, and after it, if they broke.
-    pub(super) async fn page_request(&self, request: Answer<'_, ()>) -> Result<(), Error> {
+    /// Executes a request that reads or writes a page, or bytes. Re-establishes the management QPs
+    /// before it, if they are closed, and after it, if they broke.
+    pub(super) async fn data_request<T>(&self, request: Answer<'_, T>) -> Result<T, Error> {
         self.reopen_management()?;
         let result = request.await;
         if let Err(Error::ManagementBroken { .. }) = &result {

@@ -13,7 +13,9 @@ use verbs::{Nic, Status};
 use super::detached::Detached;
 use super::{Inner, Pool, PoolStats};
 use crate::Error;
-use scheme::{Grant, GroupId, LeaseScheme, LeaseTerms, Object, Others, Permission};
+use scheme::{
+    Answer, CompareAndSwap, Grant, GroupId, LeaseScheme, LeaseTerms, Object, Others, Permission,
+};
 
 /// Counters of the requests of a pool that concern permissions.
 #[derive(Default)]
@@ -45,8 +47,15 @@ impl LeaseCounts {
 ///
 /// In other schemes, all of these requests fail with [`Error::Setting`].
 impl<N: Nic> Pool<N> {
-    /// True if the memory node's scheme has objects and permissions.
+    /// True if the memory node's scheme has objects, permissions and leases.
     pub fn has_leases(&self) -> bool {
+        self.inner.info.leases
+    }
+
+    /// True if the memory node's scheme has objects and permissions. Without
+    /// [`Pool::has_leases`], permissions are local: they exclude no other one and never end by
+    /// themselves.
+    pub fn has_objects(&self) -> bool {
         self.inner.scheme.leases().is_some()
     }
 
@@ -229,6 +238,12 @@ impl<N: Nic> Pool<N> {
     }
 }
 
+impl<N: Nic> CompareAndSwap for Inner<N> {
+    fn compare_and_swap<'a>(&'a self, word: &'a Grant, expected: u64, new: u64) -> Answer<'a, u64> {
+        Box::pin(self.swap_word(word, 0, expected, new))
+    }
+}
+
 impl<N: Nic> Inner<N> {
     async fn allocate_object(
         &self,
@@ -279,7 +294,7 @@ impl<N: Nic> Inner<N> {
         self.check_permission(permission, "extend")?;
         self.check_lease(permission.grant().until, "extend")?;
         self.reopen_management()?;
-        let left = self.settled(leases.extend(permission, by).await).await?;
+        let left = self.settled(leases.extend_over(permission, by, self).await).await?;
         count(&self.leases.extensions);
         Ok(left)
     }

@@ -221,7 +221,8 @@ impl Leasing {
         *granted += 1;
         let since = self.nic.now();
         let grant = chunk.leased(terms.right, since + terms.lease);
-        let lease = Lease { grant, number: *granted, slot: 0, word: 0, since, ended: false };
+        let number = *granted;
+        let lease = Lease { grant, number, slot: 0, word: 0, header: None, since, ended: false };
         Permission::new(object, terms.clone(), lease)
     }
 
@@ -468,4 +469,76 @@ fn objects_of_several_memory_nodes_go_to_their_own() {
     let refused = pool.acquire_blocking(&foreign, &terms);
     assert!(matches!(refused, Err(Error::NoSuchObject { .. })), "{refused:?}");
     pool.free_object_blocking(&at_second).unwrap();
+}
+
+/// A memory node that polls QPs, and two compute nodes of one domain.
+fn polled(cores: u32) -> (Arc<EmbeddedNode>, [Pool; 2]) {
+    let scheme = schemes::PATRONUS;
+    let settings = Settings { scheme, ..settings() }
+        .with("poll_qps_us", 200)
+        .with("lease_max_us", 2 * LEASE.as_micros() as u64)
+        .with("cores", cores);
+    let node = Arc::new(EmbeddedNode::start(&settings).unwrap());
+    let domain = Some(scheme::DomainToken([1; 32]));
+    let options = Options { groups: Some(1), domain, ..Options::default() };
+    let pools = [(); 2].map(|()| Pool::embedded_in(&node, options.clone()).unwrap());
+    (node, pools)
+}
+
+fn lease_status(pool: &Pool) -> scheme::LeaseStatus {
+    pool.node_status().unwrap().node.lease.expect("a scheme with leases")
+}
+
+/// A compute node whose QP is dead loses its permission long before its lease ends, and what it has
+/// is freed. It may connect again.
+#[test]
+fn polled_qp_that_is_dead_loses_its_permission() {
+    for cores in [1, 2] {
+        let (node, [holder, waiter]) = polled(cores);
+        let terms = LeaseTerms::exclusive(LEASE);
+        let (object, held) = holder.allocate_object_blocking(64, Others::Own, &terms).unwrap();
+        holder.write_blocking(&held, 0, b"mine").unwrap();
+        let own = holder.allocate_blocking().unwrap();
+        let busy = waiter.acquire_blocking(&object, &terms.clone().wait(Duration::ZERO));
+        assert!(matches!(busy, Err(Error::Busy { .. })), "{busy:?}");
+        holder.inner.scheme.break_management().unwrap();
+        let next = waiter.acquire_blocking(&object, &terms.clone().wait(LEASE)).unwrap();
+        let mut found = [0; 4];
+        waiter.read_blocking(&next, 0, &mut found).unwrap();
+        assert_eq!(&found, b"mine");
+        let status = lease_status(&waiter);
+        assert_eq!((status.dead_qps, status.expiries), (1, 0));
+        assert!(holder.write_blocking(&held, 0, b"late").is_err());
+        assert!(holder.read_blocking(&own, 0, &mut found).is_err());
+        let refused = holder.allocate_blocking();
+        assert!(matches!(refused, Err(Error::Refused { .. })), "{refused:?}");
+        waiter.read_blocking(&next, 0, &mut found).unwrap();
+        assert_eq!(&found, b"mine");
+        // The first connection ends after the second one has begun.
+        let again = holder.reconnect().unwrap();
+        drop(holder);
+        again.allocate_blocking().unwrap();
+        waiter.revoke_blocking(&next).unwrap();
+        waiter.free_object_blocking(&object).unwrap();
+        drop((again, waiter, node));
+    }
+}
+
+/// A compute node that hangs answers heartbeats by its NIC, and keeps its permission (Patronus
+/// §5.3, the weakness of polling).
+#[test]
+fn polled_qp_of_a_hung_compute_node_is_alive() {
+    let (_node, [holder, waiter]) = polled(1);
+    let terms = LeaseTerms::exclusive(LEASE);
+    let (object, held) = holder.allocate_object_blocking(64, Others::Write, &terms).unwrap();
+    let before = lease_status(&waiter).heartbeats;
+    while lease_status(&waiter).heartbeats < before + 40 {
+        std::thread::yield_now();
+    }
+    let busy = waiter.acquire_blocking(&object, &terms.clone().wait(Duration::ZERO));
+    assert!(matches!(busy, Err(Error::Busy { .. })), "{busy:?}");
+    assert_eq!(lease_status(&waiter).dead_qps, 0);
+    holder.write_blocking(&held, 0, b"mine").unwrap();
+    holder.revoke_blocking(&held).unwrap();
+    waiter.acquire_blocking(&object, &terms).unwrap();
 }

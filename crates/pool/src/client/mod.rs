@@ -12,6 +12,7 @@ mod access;
 mod access_qp;
 mod batch;
 mod buffer;
+mod by_rpc;
 mod chunk_memory;
 mod connect;
 pub mod control;
@@ -236,9 +237,10 @@ impl<N: Nic> Pool<N> {
         let mut shared = false;
         scheme.each_queue(&mut |queue| shared |= queue.is_shared());
         let page_bytes = match scheme.access() {
-            scheme::Access::OneSided => None,
+            scheme::Access::OneSided | scheme::Access::ByRpc(_) => None,
             scheme::Access::Paged(pages) => Some(pages.page_bytes()),
         };
+        let is_one_sided = matches!(scheme.access(), scheme::Access::OneSided);
         let sources = sources(&groups, lendable.as_deref(), &*scheme);
         let memory = nic.alloc_dma(bulletin::BYTES)?;
         let bulletin = nic.reg_mr(&pd, &memory, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
@@ -265,6 +267,7 @@ impl<N: Nic> Pool<N> {
             bulletin,
             seen_empty: AtomicU32::new(0),
             info,
+            is_one_sided,
             page_bytes,
             shared,
             connection: ConnectionEpoch { incarnation: welcome.incarnation, client: terms.client },

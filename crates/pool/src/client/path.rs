@@ -274,7 +274,43 @@ impl<N: Nic> Path<N> {
 
 #[cfg(test)]
 mod tests {
+    use std::iter::once;
+
+    use scheme::{GroupId, Lane};
+    use verbs::{Key, Remote};
+
     use super::*;
+    use crate::client::Pool;
+    use crate::{Settings, schemes};
+
+    /// Two threads may see one failure. The first one promotes a spare QP, and the second one must
+    /// not take the QP that works for the broken one.
+    #[test]
+    fn failure_promotes_one_spare() {
+        let scheme = schemes::PATRONUS;
+        let settings = Settings {
+            donate_bytes: 1 << 20,
+            chunk_bytes: 64 << 10,
+            scheme,
+            ..Settings::default()
+        };
+        let pool = Pool::embedded(settings.with("spares", 2)).unwrap();
+        let grant = pool.allocate_in_blocking(GroupId(0)).unwrap();
+        let (inner, index) = (&*pool.inner, PathIndex(0));
+        let (control, path) = (&*inner.control, inner.group(GroupId(0)).path(index));
+        for promoted in 1..=2 {
+            let place = inner.bounce.take(8).unwrap();
+            let from = Remote { addr: grant.addr, rkey: Key(grant.key(Lane(0)).0 ^ 0x55) };
+            let read = Work::Read { from, to: place.sge(0, 8) };
+            let Posted { pending, epoch } = path.post(once(&read)).unwrap();
+            let ended = path.completer().wait(pending).unwrap();
+            assert_eq!(ended.status, Status::RemoteAccess);
+            assert_eq!(path.recover(epoch, control).unwrap(), Recovery::Promoted);
+            assert_eq!(path.recover(epoch, control).unwrap(), Recovery::Done, "the other thread");
+            assert_eq!(path.state().read().broken.count_ones(), promoted);
+            pool.write_blocking(&grant, 0, b"goes on").unwrap();
+        }
+    }
 
     /// Other statuses leave the peer's QP in a working state, or say nothing about it.
     #[test]

@@ -14,6 +14,7 @@
 
 use smallvec::SmallVec;
 use verbs::completion::{LIST_MAX, position};
+use verbs::executor::block_on;
 use verbs::{Completion, Nic, Status};
 
 use super::access::remote;
@@ -119,6 +120,9 @@ impl<N: Nic> Pool<N> {
     /// # Ok::<(), pool::Error>(())
     /// ```
     pub async fn run(&self, lane: Lane, steps: &mut [Step<'_, N>]) -> Result<(), Error> {
+        if self.inner.by_rpc().is_some() {
+            return self.run_by_rpc(lane, steps).await;
+        }
         let Some(mut list) = List::post(&self.inner, lane, steps)? else { return Ok(()) };
         while let Some(posted) = &mut list.posted {
             // Polled in place: if this future is dropped here, `posted` still contains the list,
@@ -132,6 +136,9 @@ impl<N: Nic> Pool<N> {
 
     /// [`Pool::run`], blocking.
     pub fn run_blocking(&self, lane: Lane, steps: &mut [Step<'_, N>]) -> Result<(), Error> {
+        if self.inner.by_rpc().is_some() {
+            return block_on(self.run_by_rpc(lane, steps));
+        }
         let Some(mut list) = List::post(&self.inner, lane, steps)? else { return Ok(()) };
         while let Some(Posted { pending, epoch }) = list.posted.take() {
             list.settle(&pending.wait()?, epoch)?;
@@ -163,11 +170,9 @@ impl<'p, 's, N: Nic> List<'p, 's, N> {
     ) -> Result<Option<Self>, Error> {
         pool.check_length(steps.len())?;
         let Some(qp) = pool.one_qp(lane, steps)? else { return Ok(None) };
-        let bytes: usize = steps.iter().map(|step| step.bounced(pool)).sum();
-        let bounce = match bytes {
+        let bounce = match pool.check_slices(steps)? {
             0 => None,
-            1..=BOUNCE_MAX => Some(pool.bounce.take(bytes)?),
-            _ => return Err(too_long("bytes in slices", bytes, BOUNCE_MAX, "use buffers")),
+            bytes => Some(pool.bounce.take(bytes)?),
         };
         let mut list = Self { pool, qp, lane, steps, bounce, posted: None, done: 0, tries: 0 };
         list.post_rest()?;
@@ -238,6 +243,23 @@ impl<N: Nic> Drop for List<'_, '_, N> {
 }
 
 impl<N: Nic> Inner<N> {
+    /// Checks a list that is not posted: length, QP, and each step.
+    pub(super) fn check_list(&self, lane: Lane, steps: &[Step<'_, N>]) -> Result<(), Error> {
+        self.check_length(steps.len())?;
+        self.one_qp(lane, steps)?;
+        self.check_slices(steps)?;
+        steps.iter().try_for_each(|step| step.check(self))
+    }
+
+    /// Bytes that the steps need in the bounce buffer, at most [`BOUNCE_MAX`].
+    fn check_slices(&self, steps: &[Step<'_, N>]) -> Result<usize, Error> {
+        let bytes: usize = steps.iter().map(|step| step.bounced(self)).sum();
+        match bytes {
+            0..=BOUNCE_MAX => Ok(bytes),
+            _ => Err(too_long("bytes in slices", bytes, BOUNCE_MAX, "use buffers")),
+        }
+    }
+
     fn check_length(&self, steps: usize) -> Result<(), Error> {
         let most = LIST_MAX.min(self.burst);
         match steps <= most {
@@ -302,7 +324,7 @@ impl<N: Nic> Step<'_, N> {
     }
 
     /// Name in error messages.
-    fn name(&self) -> &'static str {
+    pub(super) fn name(&self) -> &'static str {
         match self {
             Step::Read { .. } | Step::ReadInto(..) => "read",
             Step::Write { .. } | Step::WriteFrom(..) => "write",
@@ -323,6 +345,28 @@ impl<N: Nic> Step<'_, N> {
             Step::Write { from, .. } => from.len().next_multiple_of(8),
             Step::CompareAndSwap { .. } | Step::FetchAndAdd { .. } => 8,
             Step::ReadInto(..) | Step::WriteFrom(..) => 0,
+        }
+    }
+
+    /// Checks the access.
+    fn check(&self, pool: &Inner<N>) -> Result<(), Error> {
+        match self {
+            Step::Read { grant, offset, into } => {
+                pool.check(grant, Right::Read, self.name(), *offset, into.len())
+            }
+            Step::Write { grant, offset, from } => {
+                pool.check(grant, Right::Write, self.name(), *offset, from.len())
+            }
+            Step::ReadInto(transfer, buffer) => {
+                pool.check_transfer(transfer, buffer, Right::Read, self.name()).map(drop)
+            }
+            Step::WriteFrom(transfer, buffer) => {
+                pool.check_transfer(transfer, buffer, Right::Write, self.name()).map(drop)
+            }
+            Step::CompareAndSwap { grant, offset, .. }
+            | Step::FetchAndAdd { grant, offset, .. } => {
+                pool.check_word(grant, self.name(), *offset)
+            }
         }
     }
 

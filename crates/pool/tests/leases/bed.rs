@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use pool::scheme::ConnectionEpoch;
+use pool::scheme::{ConnectionEpoch, LeaseStatus};
 use pool::{
     DomainToken, EmbeddedNode, Endpoint, Error, Grant, Object, Options, Permission, Pool, Right,
     Scheme, Service, Settings, schemes,
@@ -41,6 +41,13 @@ pub fn each(check: impl Fn(&Bed)) {
     each_with(|settings| settings, check);
 }
 
+/// Like [`each`], and also runs `check` on `patronus-paper`, which has other keys and headers.
+pub fn each_form(check: impl Fn(&Bed)) {
+    each(&check);
+    let embedded = EmbeddedNode::start(&settings(schemes::PATRONUS_PAPER)).unwrap();
+    check_on(Bed::Embedded(Arc::new(embedded)), &check);
+}
+
 /// Like [`each`], with other settings.
 pub fn each_with(change: impl Fn(Settings) -> Settings, check: impl Fn(&Bed)) {
     for scheme in schemes::ALL.iter().copied().filter(|scheme| scheme.leases) {
@@ -48,16 +55,21 @@ pub fn each_with(change: impl Fn(Settings) -> Settings, check: impl Fn(&Bed)) {
         let embedded = EmbeddedNode::start(&settings).unwrap();
         let served = Service::start(&settings, &Endpoint::Fresh).unwrap();
         for bed in [Bed::Embedded(Arc::new(embedded)), Bed::Served(served)] {
-            check(&bed);
-            let pool = bed.connect(None);
-            until(|| {
-                let status = pool.node_status().unwrap().node;
-                let lease = status.lease.expect("a scheme with leases");
-                status.free == status.chunks && lease.objects == 0 && lease.permissions == 0
-            });
-            pool.audit().unwrap();
+            check_on(bed, &check);
         }
     }
+}
+
+/// Runs `check`, after which nothing may be left at the memory node.
+pub fn check_on(bed: Bed, check: impl Fn(&Bed)) {
+    check(&bed);
+    let pool = bed.connect(None);
+    until(|| {
+        let status = pool.node_status().unwrap().node;
+        let lease = status.lease.expect("a scheme with leases");
+        status.free == status.chunks && lease.objects == 0 && lease.permissions == 0
+    });
+    pool.audit().unwrap();
 }
 
 impl Bed {
@@ -80,9 +92,14 @@ pub fn until(mut holds: impl FnMut() -> bool) {
     }
 }
 
+/// State of the leases at the memory node.
+pub fn lease_status(pool: &Pool) -> LeaseStatus {
+    pool.node_status().unwrap().node.lease.expect("a scheme with leases")
+}
+
 /// Waits until `count` requests wait for permissions to end.
 pub fn until_waiting(pool: &Pool, count: u64) {
-    until(|| pool.node_status().unwrap().node.lease.expect("leases").waiting == count);
+    until(|| lease_status(pool).waiting == count);
 }
 
 /// Waits until the compute node believes that a lease has ended.

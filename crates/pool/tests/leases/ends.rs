@@ -63,7 +63,7 @@ fn freed_memory_is_allocated_as_zeros() {
 
 #[test]
 fn request_whose_future_is_dropped_leaves_nothing() {
-    each(|bed| {
+    each_form(|bed| {
         let (a, b) = (bed.connect(OURS), bed.connect(OURS));
         let terms = LeaseTerms::exclusive(LONG);
         let (object, first) = a.allocate_object_blocking(64, Others::Write, &terms).unwrap();
@@ -90,7 +90,7 @@ fn request_whose_future_is_dropped_leaves_nothing() {
 
 #[test]
 fn departed_holder_makes_room_for_the_next() {
-    each(|bed| {
+    each_form(|bed| {
         let (a, b) = (bed.connect(OURS), bed.connect(OURS));
         let terms = LeaseTerms::exclusive(LONG);
         let (object, _) = a.allocate_object_blocking(64, Others::Own, &terms).unwrap();

@@ -1,15 +1,18 @@
 //! Extension, expiry, renewal and revocation.
 
+use std::pin::Pin;
 use std::thread;
 use std::time::Duration;
 
+use pool::join::join;
 use pool::{Error, LeaseTerms, Others};
+use verbs::executor::block_on;
 
 use crate::bed::*;
 
 #[test]
 fn extension_moves_the_end_of_a_lease() {
-    each(|bed| {
+    each_form(|bed| {
         let (a, b) = (bed.connect(OURS), bed.connect(OURS));
         let terms = LeaseTerms::exclusive(SHORT);
         let (object, first) = a.allocate_object_blocking(64, Others::Write, &terms).unwrap();
@@ -28,7 +31,7 @@ fn extension_moves_the_end_of_a_lease() {
 
 #[test]
 fn lease_is_not_extended_against_a_waiter() {
-    each(|bed| {
+    each_form(|bed| {
         let (a, b) = (bed.connect(OURS), bed.connect(OURS));
         let terms = LeaseTerms::exclusive(10 * SHORT);
         let (object, first) = a.allocate_object_blocking(64, Others::Write, &terms).unwrap();
@@ -69,7 +72,7 @@ fn longest_lease_includes_its_extensions() {
 
 #[test]
 fn expired_permission_is_refused_here_and_by_the_nic() {
-    each(|bed| {
+    each_form(|bed| {
         let (a, b) = (bed.connect(OURS), bed.connect(OURS));
         let terms = LeaseTerms::exclusive(SHORT);
         let (object, first) = a.allocate_object_blocking(64, Others::Write, &terms).unwrap();
@@ -103,7 +106,7 @@ fn expired_permission_is_refused_here_and_by_the_nic() {
 
 #[test]
 fn renewal_changes_the_keys_and_keeps_the_object() {
-    each(|bed| {
+    each_form(|bed| {
         let a = bed.connect(OURS);
         let terms = LeaseTerms::exclusive(LONG);
         let (object, first) = a.allocate_object_blocking(64, Others::None, &terms).unwrap();
@@ -120,7 +123,7 @@ fn renewal_changes_the_keys_and_keeps_the_object() {
 
 #[test]
 fn revoked_permission_is_dead_and_may_be_revoked_again() {
-    each(|bed| {
+    each_form(|bed| {
         let a = bed.connect(OURS);
         for lease in [LONG, Duration::from_micros(1)] {
             let terms = LeaseTerms::exclusive(lease);
@@ -137,9 +140,34 @@ fn revoked_permission_is_dead_and_may_be_revoked_again() {
     });
 }
 
+type Change<'a> = Pin<Box<dyn Future<Output = Result<(), Error>> + 'a>>;
+
+/// Otherwise a revocation would end the number before the renewal, and leave the new keys alive.
+#[test]
+fn renewals_and_revocations_of_a_permission_follow_one_another() {
+    each(|bed| {
+        let (a, b) = (bed.connect(OURS), bed.connect(OURS));
+        let terms = LeaseTerms::exclusive(LONG);
+        let (object, first) = a.allocate_object_blocking(64, Others::Write, &terms).unwrap();
+        let renew = || -> Change<'_> { Box::pin(async { a.renew(&first).await.map(drop) }) };
+        let revoke = || -> Change<'_> { Box::pin(async { a.revoke(&first).await }) };
+
+        let results = block_on(join([renew(), renew()], 2));
+        assert!(results.iter().all(Result::is_ok), "{results:?}");
+        a.write_blocking(&first, 0, &[1]).unwrap();
+
+        let results = block_on(join([renew(), revoke()], 2));
+        assert!(results.iter().all(Result::is_ok), "{results:?}");
+        assert!(a.left(&first).is_zero(), "a revoked permission was renewed");
+        let second = b.acquire_blocking(&object, &terms.clone().wait(Duration::ZERO)).unwrap();
+        b.revoke_blocking(&second).unwrap();
+        a.free_object_blocking(&object).unwrap();
+    });
+}
+
 #[test]
 fn permission_of_another_connection_is_stale() {
-    each(|bed| {
+    each_form(|bed| {
         let (a, b) = (bed.connect(OURS), bed.connect(OURS));
         let terms = LeaseTerms::exclusive(LONG);
         let (object, first) = a.allocate_object_blocking(64, Others::Own, &terms).unwrap();

@@ -6,7 +6,9 @@
 mod bed;
 mod ends;
 mod lifetime;
+mod published;
 mod sharing;
+mod unprotected;
 
 use pool::schemes;
 

@@ -106,7 +106,7 @@ fn object_that_may_not_be_acquired_does_not_exist() {
 
 #[test]
 fn conflict_is_by_overlap() {
-    each(|bed| {
+    each_form(|bed| {
         let (a, b) = (bed.connect(OURS), bed.connect(OURS));
         let now = |terms: LeaseTerms| terms.wait(Duration::ZERO);
         let whole = now(LeaseTerms::exclusive(LONG));
@@ -143,7 +143,7 @@ fn conflict_is_by_overlap() {
 
 #[test]
 fn waiting_requests_are_granted_first_come_first_served() {
-    each(|bed| {
+    each_form(|bed| {
         let (a, b) = (bed.connect(OURS), bed.connect(OURS));
         let terms = LeaseTerms::exclusive(LONG);
         let (object, first) = a.allocate_object_blocking(64, Others::Write, &terms).unwrap();
@@ -174,7 +174,7 @@ fn waiting_requests_are_granted_first_come_first_served() {
 
 #[test]
 fn wait_has_a_limit() {
-    each(|bed| {
+    each_form(|bed| {
         let (a, b) = (bed.connect(OURS), bed.connect(OURS));
         let terms = LeaseTerms::exclusive(LONG);
         let (object, first) = a.allocate_object_blocking(64, Others::Write, &terms).unwrap();
@@ -191,7 +191,7 @@ fn wait_has_a_limit() {
 #[test]
 fn exclusive_permissions_exclude_each_other() {
     const ROUNDS: u64 = 50;
-    each(|bed| {
+    each_form(|bed| {
         let pools = [bed.connect(OURS), bed.connect(OURS)];
         let terms = LeaseTerms::exclusive(LONG);
         let (object, first) = pools[0].allocate_object_blocking(64, Others::Write, &terms).unwrap();
@@ -217,7 +217,7 @@ fn exclusive_permissions_exclude_each_other() {
 
 #[test]
 fn deadlock_ends_with_the_leases() {
-    each(|bed| {
+    each_form(|bed| {
         let pools = [bed.connect(OURS), bed.connect(OURS)];
         let terms = LeaseTerms::exclusive(SHORT);
         let held = [&pools[0], &pools[1]]

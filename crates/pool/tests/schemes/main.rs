@@ -2,6 +2,7 @@
 //! attachment of the NIC.
 
 mod batches;
+mod by_rpc;
 mod checks;
 #[path = "../common/mod.rs"]
 mod common;
@@ -196,6 +197,72 @@ macro_rules! paged_scheme {
 paged_scheme!(odrp, crate::How::by(pool::schemes::ODRP));
 paged_scheme!(tdmem, crate::How::by(pool::schemes::TDMEM));
 
+/// Access by requests: the checks of grants that name a place, of lanes, and of accesses in flight
+/// from registered memory do not apply.
+macro_rules! scheme_by_rpc {
+    ($name:ident, $how:expr) => {
+        mod $name {
+            mod inline {
+                scheme_by_rpc!(@all $how, crate::Place::Embedded);
+            }
+            mod shm {
+                scheme_by_rpc!(@all $how, crate::Place::SameProcess);
+            }
+            mod shm_other_process {
+                scheme_by_rpc!(@all $how, crate::Place::OtherProcess);
+
+                #[test]
+                fn operations_end_when_the_node_dies() {
+                    crate::gone::operations_end_when_the_node_dies($how);
+                }
+
+                #[test]
+                fn tasks_end_when_the_node_dies() {
+                    crate::event_loop::tasks_end_when_the_node_dies($how);
+                }
+            }
+        }
+    };
+    (@all $how:expr, $place:expr) => {
+        run!($how, $place, [
+            chunk_is_zero_and_keeps_written_data,
+            only_a_shared_region_is_one_grant,
+            the_next_owner_reads_zeros,
+            keys_are_dead_after_free,
+            accesses_beyond_the_grant_are_refused,
+            grant_is_useless_to_another_client,
+            foreign_chunk_is_not_freed,
+            empty_pool_wait_ends_when_a_chunk_is_freed,
+            chunk_has_one_owner_at_a_time,
+            threads_share_a_pool,
+            long_and_odd_lengths,
+            batches_over_groups,
+            abandoned_requests_leak_no_chunk,
+            bad_access_does_not_disturb_other_operations,
+            departure_returns_all_chunks,
+            counters_match_the_operations,
+        ]);
+        run!(steps, $how, $place, [
+            lists_are_executed_in_order,
+            failed_list_says_how_far_it_came,
+            refused_list_has_no_effect,
+            lists_survive_bad_accesses_of_other_threads,
+        ]);
+        run!(event_loop, $how, $place, [
+            tasks_allocate_use_and_free,
+            loops_of_two_threads_share_a_group,
+        ]);
+        run!(by_rpc, $how, $place, [
+            registered_memory_is_refused_by_name,
+            abandoned_accesses_end_on_their_own,
+            objects_are_shared_within_their_domain,
+            objects_go_with_their_owner_or_domain,
+        ]);
+    };
+}
+
+scheme_by_rpc!(rpc_data, crate::How::by(pool::schemes::RPC_DATA));
+
 /// Several cores answer the requests.
 mod several_cores {
     macro_rules! cores {
@@ -234,6 +301,7 @@ mod several_cores {
     cores!(premmap_rpc, pool::schemes::PREMMAP_RPC);
     cores!(ondemand_rpc, pool::schemes::ONDEMAND_RPC);
     cores!(shared_region, pool::schemes::SHARED_REGION);
+    cores!(rpc_data, pool::schemes::RPC_DATA);
 }
 
 /// The CPU polls for RPCs instead of sleeping.

@@ -353,7 +353,7 @@ fn stop_notifies_clients_and_removes_the_socket() {
             assert!(matches!(result, Err(Error::Gone { .. })), "{scheme}: {result:?}");
         }
         // A page is allocated by its first write.
-        if scheme.access == AccessKind::OneSided {
+        if scheme.access != AccessKind::Pages {
             assert!(matches!(pool.allocate_blocking(), Err(Error::Gone { .. })));
         }
         assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());

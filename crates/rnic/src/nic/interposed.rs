@@ -30,6 +30,8 @@ pub enum Call {
     DeregMr(u64),
     /// `zero` of this number of bytes.
     Zero(u64),
+    /// `copied` of this number of bytes.
+    Copied(u64),
     /// `post_send` of this number of work requests to this QP.
     PostSend(Qpn, usize),
     /// `post_recv`.
@@ -265,6 +267,10 @@ impl<H: Hooks> Nic for InterposedNic<H> {
     fn zero(&self, zeros: &mut Zeros, memory: &DmaMemory, offset: usize, len: usize) {
         self.hooks.before(Call::Zero(len as u64));
         zeros.write(memory, offset, len);
+    }
+
+    fn copied(&self, bytes: usize) {
+        self.hooks.before(Call::Copied(bytes as u64));
     }
 
     fn alloc_pd(&self) -> Result<SoftPd, Error> {

@@ -1,6 +1,9 @@
 //! The compute node's side: requests on the management QP, and extensions by CAS.
 
 mod by_rpc;
+mod unprotected;
+
+pub use unprotected::{UNIT, UnprotectedClient};
 
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -12,11 +15,12 @@ use scheme::mailbox::Mailbox;
 use scheme::options::{SchemeOptions, parse_terms};
 use scheme::request_queue::ManagementQp;
 use scheme::{
-    Answer, ClientScheme, ConnectReply, Error, Grant, GroupId, LeaseScheme, LeaseTerms, Object,
-    Offer, Others, Permission, too_large,
+    Answer, ClientScheme, CompareAndSwap, ConnectReply, Error, Grant, GroupId, LeaseScheme,
+    LeaseTerms, Object, Offer, Others, Permission, Right, too_large,
 };
 use verbs::{Access, Key, MemoryRegion, Nic, Op, Remote, WorkRequest};
 
+use super::PATRONUS_PAPER;
 use super::message::{
     Ask, AskTerms, Granted, Lifetime, ObjectId, Outcome, PermissionNumber, REPLY_BYTES,
     REQUEST_BYTES, Reply, Request,
@@ -47,6 +51,8 @@ pub struct Client<N: Nic> {
     offer: LeaseOffer,
     extension: Extension,
     table: OnceLock<TableTerms>,
+    /// The published form: each permission has its lifetime in a header.
+    has_headers: bool,
     blocks: Blocks,
     lanes: usize,
 }
@@ -68,6 +74,7 @@ impl<N: Nic> Client<N> {
             offer: parse_terms(&offer.terms)?,
             extension: Extension::default(),
             table: OnceLock::new(),
+            has_headers: offer.scheme == PATRONUS_PAPER.name,
             blocks: Blocks::new(offer.chunks as u32, offer.chunk_bytes, true),
             lanes: offer.group_size as usize - 1,
             nic: nic.clone(),
@@ -96,31 +103,20 @@ impl<N: Nic> Client<N> {
         }
     }
 
-    /// Sends a request and waits for its reply. The caller holds a slot.
+    /// Sends a request and waits for its reply. Outcomes that any request may have are errors. The
+    /// caller holds a slot.
     async fn ask(&self, attempt: &'static str, ask: Ask) -> Result<Outcome, Error> {
+        named(attempt, self.exchange(attempt, ask).await?)
+    }
+
+    /// Sends a request and waits for its reply, whatever it is. The caller holds a slot.
+    async fn exchange(&self, attempt: &'static str, ask: Ask) -> Result<Outcome, Error> {
         let number = self.mailbox.number();
         let request = Request { number, ask }.to_bytes();
         let bytes = self.mailbox.ask(attempt, number, &request).await?;
-        let Some(reply) = Reply::parse(&bytes) else {
-            return Err(protocol(attempt, "the reply cannot be decoded"));
-        };
-        match reply.outcome {
-            Outcome::BadRequest => Err(Error::Refused {
-                attempt: attempt.into(),
-                why: "the memory node could not decode the request, or its values are not \
-                      possible: an empty range, a lease of 0, or an object for others without a \
-                      domain"
-                    .into(),
-            }),
-            Outcome::Failed => Err(Error::Refused {
-                attempt: attempt.into(),
-                why: "the memory node's NIC could not bind a window".into(),
-            }),
-            Outcome::TooMany(limit, most) => {
-                Err(Error::TooMany { attempt, what: limit.name(), limit: most })
-            }
-            outcome => Ok(outcome),
-        }
+        let reply = Reply::parse(&bytes);
+        let reply = reply.ok_or_else(|| protocol(attempt, "the reply cannot be decoded"))?;
+        Ok(reply.outcome)
     }
 
     fn ask_terms(&self, group: GroupId, terms: &LeaseTerms) -> AskTerms {
@@ -158,6 +154,7 @@ impl<N: Nic> Client<N> {
             number: granted.permission.0,
             slot: granted.permission.slot(),
             word: granted.word.0,
+            header: granted.header,
             since,
             ended: false,
         }
@@ -188,10 +185,27 @@ impl<N: Nic> Client<N> {
         Ok(Lifetime(self.words.memory().load_be64(at)))
     }
 
+    /// The CAS of a lifetime in a header, which has no nonce, by an access QP. Returns the old
+    /// lifetime with the nonce of `old`.
+    async fn swap_in_header(
+        &self,
+        qps: &dyn CompareAndSwap,
+        lease: &Lease,
+        header: Remote,
+        (old, new): (Lifetime, Lifetime),
+    ) -> Result<Lifetime, Error> {
+        let Grant { entry, group, until, .. } = lease.grant;
+        let word = Grant::new(header.addr, WORD as u64, entry, group, &[header.rkey]);
+        let word = word.leased(Right::Write, until);
+        let found = qps.compare_and_swap(&word, old.micros(), new.micros()).await?;
+        Ok(Lifetime::new(old.nonce(), found))
+    }
+
     async fn extend_by_cas(
         &self,
         permission: &Permission,
         by: Duration,
+        qps: Option<&dyn CompareAndSwap>,
     ) -> Result<Duration, Error> {
         let op = "extending a permission";
         for _ in 0..EXTEND_TRIES {
@@ -210,30 +224,41 @@ impl<N: Nic> Client<N> {
                 };
             }
             let new = Lifetime::new(word.nonce(), wanted);
-            let old = self.compare_and_swap(lease.slot, word, new).await?;
+            let old = match (lease.header, qps) {
+                (Some(header), Some(qps)) => {
+                    self.swap_in_header(qps, &lease, header, (word, new)).await?
+                }
+                _ => self.compare_and_swap(lease.slot, word, new).await?,
+            };
             let known = if old == word { new } else { old };
             if known.nonce() != word.nonce() {
-                permission.update(|lease| lease.ended = true);
-                return Err(Error::Expired { op });
-            }
-            self.note_lifetime(permission, &lease, known);
-            if old == word {
+                // It may be that of a renewal whose reply has not arrived.
+                let _alone = permission.begin_change().await;
+                if note_end(permission, lease.number) {
+                    return Err(Error::Expired { op });
+                }
+            } else if self.note_lifetime(permission, &lease, known) && old == word {
                 return Ok(permission.left(self.nic.now()));
             }
         }
         Err(protocol(op, "its lifetime word changes all the time"))
     }
 
-    /// Stores a lifetime word that the memory node has for the permission. `lease`: the state
-    /// before the request.
-    fn note_lifetime(&self, permission: &Permission, lease: &Lease, word: Lifetime) {
-        let until = lease.since + self.shortened(word.micros());
+    /// Stores a lifetime word that the memory node has for the permission. `before`: the state
+    /// before the request. False, without an effect, if another thread has renewed the permission
+    /// meanwhile: the word is that of the former lease.
+    fn note_lifetime(&self, permission: &Permission, before: &Lease, word: Lifetime) -> bool {
+        let until = before.since + self.shortened(word.micros());
         permission.update(|lease| {
+            if lease.number != before.number {
+                return false;
+            }
             if Lifetime(lease.word).micros() != 0 {
                 lease.word = word.0;
             }
             lease.grant.until = lease.grant.until.max(until);
-        });
+            true
+        })
     }
 
     /// The lifetime in microseconds of which at least `time` is left by the compute node's belief.
@@ -259,7 +284,7 @@ impl<N: Nic> ClientScheme for Client<N> {
             let len = self.blocks.bytes(order);
             let terms = AskTerms {
                 group,
-                right: scheme::Right::Write,
+                right: Right::Write,
                 sharing: scheme::Sharing::Exclusive,
                 lease_us: AskTerms::FOREVER,
                 wait_us: 0,
@@ -292,7 +317,10 @@ impl<N: Nic> ClientScheme for Client<N> {
     }
 
     fn accept(&self, terms: &ConnectReply) -> Result<(), Error> {
-        let _ = self.table.set(parse_terms(&terms.terms)?);
+        // Headers have no table: each grant says where its lifetime is.
+        if !self.has_headers {
+            let _ = self.table.set(parse_terms(&terms.terms)?);
+        }
         Ok(())
     }
 
@@ -376,7 +404,19 @@ impl<N: Nic> LeaseScheme for Client<N> {
 
     fn extend<'a>(&'a self, permission: &'a Permission, by: Duration) -> Answer<'a, Duration> {
         match self.extension {
-            Extension::Cas => Box::pin(self.extend_by_cas(permission, by)),
+            Extension::Cas => Box::pin(self.extend_by_cas(permission, by, None)),
+            Extension::Rpc => Box::pin(self.extend_by_rpc(permission, by)),
+        }
+    }
+
+    fn extend_over<'a>(
+        &'a self,
+        permission: &'a Permission,
+        by: Duration,
+        qps: &'a dyn CompareAndSwap,
+    ) -> Answer<'a, Duration> {
+        match self.extension {
+            Extension::Cas => Box::pin(self.extend_by_cas(permission, by, Some(qps))),
             Extension::Rpc => Box::pin(self.extend_by_rpc(permission, by)),
         }
     }
@@ -384,18 +424,27 @@ impl<N: Nic> LeaseScheme for Client<N> {
     fn renew<'a>(&'a self, permission: &'a Permission) -> Answer<'a, Duration> {
         Box::pin(async move {
             let attempt = "renewing a permission";
+            let _credit = self.credits.take().await;
+            let _alone = permission.begin_change().await;
             let lease = permission.lease();
             if lease.ended {
                 return Err(Error::Expired { op: attempt });
             }
-            let _credit = self.credits.take().await;
             let sent = self.nic.now();
             let lease_us = micros(permission.terms().lease).min(AskTerms::FOREVER - 1);
             let ask = Ask::Renew { permission: PermissionNumber(lease.number), lease_us };
-            match self.ask(attempt, ask).await? {
+            let outcome = self.exchange(attempt, ask).await;
+            // Without a reply, the memory node may have ended the old keys. Without a window for
+            // the new ones, it has.
+            if matches!(outcome, Err(_) | Ok(Outcome::Failed | Outcome::Expired)) {
+                note_end(permission, lease.number);
+            }
+            match named(attempt, outcome?)? {
                 Outcome::Granted(granted) => {
                     let Grant { len, group, .. } = lease.grant;
                     let grant = self.grant(attempt, &granted, len, group)?;
+                    // Other threads use the permission as soon as it has its new lease.
+                    let grant = grant.with_connection(lease.grant.connection());
                     let new = self.lease(&granted, grant, permission.terms(), sent);
                     permission.update(|lease| *lease = new);
                     Ok(permission.left(self.nic.now()))
@@ -403,10 +452,7 @@ impl<N: Nic> LeaseScheme for Client<N> {
                 Outcome::NotExtendable => {
                     Err(Error::NotExtendable { left: permission.left(self.nic.now()) })
                 }
-                Outcome::Expired => {
-                    permission.update(|lease| lease.ended = true);
-                    Err(Error::Expired { op: attempt })
-                }
+                Outcome::Expired => Err(Error::Expired { op: attempt }),
                 Outcome::NotYours => Err(Error::NotYourPermission { attempt }),
                 other => Err(unexpected(attempt, other)),
             }
@@ -417,12 +463,16 @@ impl<N: Nic> LeaseScheme for Client<N> {
         Box::pin(async move {
             let attempt = "revoking a permission";
             // No access is posted any more while the keys die.
-            let number = permission.update(|lease| {
+            let end = |lease: &mut Lease| {
                 lease.ended = true;
                 lease.grant.until = Duration::ZERO;
                 lease.number
-            });
+            };
+            permission.update(end);
             let _credit = self.ending_slot().await;
+            let _alone = permission.begin_change().await;
+            // A renewal that was in flight has begun a new lease.
+            let number = permission.update(end);
             match self.ask(attempt, Ask::Revoke { permission: PermissionNumber(number) }).await? {
                 Outcome::Done => Ok(()),
                 Outcome::NotYours => Err(Error::NotYourPermission { attempt }),
@@ -451,6 +501,36 @@ fn micros(time: Duration) -> u64 {
 
 fn protocol(attempt: &str, why: impl Into<String>) -> Error {
     Error::Protocol { attempt: attempt.into(), why: why.into() }
+}
+
+/// Notes that a permission has ended which had this number. False, without an effect, if another
+/// thread has renewed it meanwhile.
+fn note_end(permission: &Permission, number: u64) -> bool {
+    permission.update(|lease| {
+        let is_it = lease.number == number;
+        lease.ended |= is_it;
+        is_it
+    })
+}
+
+/// The outcome, or the error for an outcome that any request may have.
+fn named(attempt: &'static str, outcome: Outcome) -> Result<Outcome, Error> {
+    match outcome {
+        Outcome::BadRequest => Err(Error::Refused {
+            attempt: attempt.into(),
+            why: "the memory node could not decode the request, or its values are not possible: \
+                  an empty range, a lease of 0, or an object for others without a domain"
+                .into(),
+        }),
+        Outcome::Failed => Err(Error::Refused {
+            attempt: attempt.into(),
+            why: "the memory node's NIC could not bind a window".into(),
+        }),
+        Outcome::TooMany(limit, most) => {
+            Err(Error::TooMany { attempt, what: limit.name(), limit: most })
+        }
+        outcome => Ok(outcome),
+    }
 }
 
 fn unexpected(attempt: &str, outcome: Outcome) -> Error {

@@ -19,8 +19,8 @@ pub struct Connection<N: Nic> {
     /// A loopback QP of the memory node in its PD, to which binds are posted. The compute node
     /// cannot break it.
     pub binder: N::Qp,
-    /// Its lifetime words.
-    pub lifetimes: Table<N>,
+    /// Its lifetime words, unless its permissions have headers or no leases.
+    pub lifetimes: Option<Table<N>>,
     /// Numbers of its requests in flight, by slot: the compute node's own numbers.
     pub numbers: Vec<u64>,
     /// Spare QPs.

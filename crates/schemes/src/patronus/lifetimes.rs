@@ -15,6 +15,7 @@ use verbs::wqe::Umr;
 use verbs::{Access, DmaMemory, Key, MemoryRegion, MemoryWindow, Nic, Qpn};
 
 use super::book::Words;
+use super::headers::Headers;
 use super::message::Lifetime;
 use super::options::TableTerms;
 
@@ -64,25 +65,38 @@ impl<N: Nic> Table<N> {
     }
 }
 
-/// The memory of all tables. The NIC's atomics are atomic with respect to the CPU
-/// ([`Need::GlobalAtomics`](scheme::info::Need)).
+/// The memory of all tables; in the published form, the headers. The NIC's atomics are atomic with
+/// respect to the CPU ([`Need::GlobalAtomics`](scheme::info::Need)).
 #[derive(Default)]
-pub struct Tables(RwLock<HashMap<ClientId, DmaMemory>>);
+pub struct Tables {
+    tables: RwLock<HashMap<ClientId, DmaMemory>>,
+    headers: Option<Headers>,
+}
 
 impl Tables {
+    /// Headers instead of tables.
+    pub fn published(headers: Headers) -> Self {
+        Self { tables: RwLock::default(), headers: Some(headers) }
+    }
+
+    /// The headers, in the published form.
+    pub fn headers(&self) -> Option<&Headers> {
+        self.headers.as_ref()
+    }
+
     /// Adds the table of a compute node.
     pub fn insert(&self, client: ClientId, memory: DmaMemory) {
-        self.0.write().insert(client, memory);
+        self.tables.write().insert(client, memory);
     }
 
     /// Removes the table of a compute node.
     pub fn remove(&self, client: ClientId) {
-        self.0.write().remove(&client);
+        self.tables.write().remove(&client);
     }
 
     /// The table of a compute node.
     pub fn memory(&self, client: ClientId) -> Option<DmaMemory> {
-        self.0.read().get(&client).cloned()
+        self.tables.read().get(&client).cloned()
     }
 
     /// Calls `with` with the word in a slot; `None` if the compute node has left.
@@ -92,7 +106,7 @@ impl Tables {
         slot: u32,
         with: impl FnOnce(&DmaMemory, usize) -> T,
     ) -> Option<T> {
-        let tables = self.0.read();
+        let tables = self.tables.read();
         let memory = tables.get(&client)?;
         let at = slot as usize * WORD;
         (at < memory.len()).then(|| with(memory, at))
@@ -101,11 +115,17 @@ impl Tables {
 
 impl Words for &Tables {
     fn load(&mut self, client: ClientId, slot: u32) -> Lifetime {
+        if let Some(headers) = &self.headers {
+            return headers.load(client, slot);
+        }
         let word = self.word(client, slot, |memory, at| memory.load_be64(at));
         Lifetime(word.unwrap_or_default())
     }
 
     fn swap(&mut self, client: ClientId, slot: u32, new: Lifetime) -> Lifetime {
+        if let Some(headers) = &self.headers {
+            return headers.swap(client, slot, new);
+        }
         let swap = |memory: &DmaMemory, at| {
             u64::from_be(memory.word64(at).swap(new.0.to_be(), Ordering::AcqRel))
         };

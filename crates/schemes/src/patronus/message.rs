@@ -5,7 +5,7 @@
 //! +0  op                          (8)        +0  outcome                     (8)
 //! +1  right: 0 read, 1 write      (8)        +1  keys                        (8)
 //! +2  sharing: 0 shared, 1 excl.  (8)        +2  limit, for too many         (8)
-//! +3  others                      (8)        +3  zero                        (8)
+//! +3  others                      (8)        +3  1: a header follows         (8)
 //! +4  QP group                    (16)       +4  slot of the lifetime word   (32)
 //! +6  zero                        (16)
 //! +8  number of the request       (64)       +8  number of the request       (64)
@@ -18,12 +18,19 @@
 //! +56 longest wait, us            (64)       +56 keys, by lane            (6*32)
 //! ```
 //!
+//! In the published form (`header`), the lifetime word of a permission is in its header, and a
+//! reply that grants one ends otherwise. A type-1 window has one key for all lanes:
+//!
+//! ```text
+//! +56 key of the range (32)   +60 key of the header (32)   +64 address of the lifetime (64)
+//! ```
+//!
 //! Replies come in any order, because a request may have to wait for a permission to end. The
 //! number of a request is the compute node's own; it tells the reply to which request it belongs.
 
 use scheme::index::EntryId;
 use scheme::{GroupId, MAX_GROUP, Others, Right, Sharing};
-use verbs::Key;
+use verbs::{Key, Remote};
 
 /// Length of a request.
 pub const REQUEST_BYTES: usize = 64;
@@ -379,6 +386,8 @@ pub struct Granted {
     pub lanes: usize,
     /// The keys, by lane.
     pub keys: [Key; MAX_GROUP],
+    /// Address and key of the lifetime word, in the published form. All lanes have one key then.
+    pub header: Option<Remote>,
 }
 
 /// A reply.
@@ -432,8 +441,17 @@ impl Reply {
                 put64(&mut out, 32, granted.address);
                 put64(&mut out, 40, granted.waited_us);
                 put64(&mut out, 48, granted.word.0);
-                for (i, key) in granted.keys[..granted.lanes].iter().enumerate() {
-                    out[56 + 4 * i..60 + 4 * i].copy_from_slice(&key.0.to_be_bytes());
+                let mut put_key = |at: usize, key: Key| {
+                    out[at..at + 4].copy_from_slice(&key.0.to_be_bytes());
+                };
+                if let Some(header) = granted.header {
+                    put_key(56, granted.keys[0]);
+                    put_key(60, header.rkey);
+                    out[3] = 1;
+                    put64(&mut out, 64, header.addr);
+                } else {
+                    let keys = granted.keys[..granted.lanes].iter().enumerate();
+                    keys.for_each(|(i, key)| put_key(56 + 4 * i, *key));
                 }
             }
             Outcome::Extended(word) => put64(&mut out, 48, word.0),
@@ -460,9 +478,15 @@ impl Reply {
                 if lanes > MAX_GROUP {
                     return None;
                 }
+                let header = match bytes[3] {
+                    0 => None,
+                    1 => Some(Remote { addr: be64(bytes, 64), rkey: Key(be32(bytes, 60)) }),
+                    _ => return None,
+                };
                 let mut keys = [Key::default(); MAX_GROUP];
                 for (i, key) in keys[..lanes].iter_mut().enumerate() {
-                    *key = Key(be32(bytes, 56 + 4 * i));
+                    let at = if header.is_some() { 0 } else { i };
+                    *key = Key(be32(bytes, 56 + 4 * at));
                 }
                 let permission = PermissionNumber(be64(bytes, 24));
                 if permission.slot() != be32(bytes, 4) {
@@ -476,6 +500,7 @@ impl Reply {
                     word: Lifetime(be64(bytes, 48)),
                     lanes,
                     keys,
+                    header,
                 })
             }
             2 => Outcome::Done,
@@ -518,101 +543,5 @@ fn be64(bytes: &[u8], at: usize) -> u64 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    fn terms() -> AskTerms {
-        AskTerms {
-            group: GroupId(3),
-            right: Right::Read,
-            sharing: Sharing::Exclusive,
-            lease_us: 1 << 40,
-            wait_us: u64::MAX,
-        }
-    }
-
-    #[test]
-    fn requests_are_read_back() {
-        let (object, permission) =
-            (ObjectId { entry: 7, generation: u32::MAX }, PermissionNumber::new(1 << 39, 9));
-        let asks = [
-            Ask::Allocate { terms: terms(), bytes: 65, others: Others::Own },
-            Ask::Acquire { terms: terms(), object, offset: 8, len: 1 << 50 },
-            Ask::Renew { permission, lease_us: 5 },
-            Ask::Revoke { permission },
-            Ask::Free { object },
-            Ask::FreeGrant { entry: 7, address: 1 << 63 },
-            Ask::Extend { permission, lifetime_us: 12 },
-        ];
-        for ask in asks {
-            let request = Request { number: 1 << 50, ask };
-            assert_eq!(Request::parse(&request.to_bytes()), (request.number, Some(ask)));
-        }
-        assert_eq!(Request::parse(&[0; REQUEST_BYTES]), (0, None));
-    }
-
-    #[test]
-    fn replies_are_read_back() {
-        let mut keys = [Key::default(); MAX_GROUP];
-        keys[..2].copy_from_slice(&[Key(5), Key(6)]);
-        let object = ObjectId { entry: 7, generation: 8 };
-        let granted = Granted {
-            object,
-            permission: PermissionNumber::new(4, 65_535),
-            address: 1 << 40,
-            waited_us: 3,
-            word: Lifetime::new(4, 100),
-            lanes: 2,
-            keys,
-        };
-        let outcomes = [
-            Outcome::Granted(granted),
-            Outcome::Extended(Lifetime::new(4, 200)),
-            Outcome::Done,
-            Outcome::Empty,
-            Outcome::NoBlock,
-            Outcome::NoSuchObject,
-            Outcome::NotYours,
-            Outcome::Expired,
-            Outcome::NotExtendable,
-            Outcome::Busy,
-            Outcome::TooMany(Limit::Waiting, 8),
-            Outcome::BadRequest,
-            Outcome::Failed,
-        ];
-        for outcome in outcomes {
-            let reply = Reply { number: 9, outcome, entry: EntryId::new(7) };
-            assert_eq!(Reply::parse(&reply.to_bytes()), Some(reply));
-        }
-        assert_eq!(Reply::parse(&[0; REPLY_BYTES]), None);
-    }
-
-    proptest! {
-        /// Any bytes are decoded without a panic, and a decoded message means the same again.
-        #[test]
-        fn any_bytes_are_decoded(request: [u8; 32], more: [u8; 32], reply: [u8; 32]) {
-            let mut bytes = [0; REQUEST_BYTES];
-            bytes[..32].copy_from_slice(&request);
-            bytes[32..].copy_from_slice(&more);
-            bytes[0] %= 9;
-            if let (number, Some(ask)) = Request::parse(&bytes) {
-                let again = Request { number, ask }.to_bytes();
-                prop_assert_eq!(Request::parse(&again), (number, Some(ask)));
-            }
-            let mut bytes = [0; REPLY_BYTES];
-            bytes[..32].copy_from_slice(&reply);
-            bytes[32..64].copy_from_slice(&more);
-            if let Some(reply) = Reply::parse(&bytes) {
-                prop_assert_eq!(Reply::parse(&reply.to_bytes()), Some(reply));
-            }
-        }
-    }
-
-    #[test]
-    fn lifetime_has_nonce_and_microseconds() {
-        let word = Lifetime::new(0xbeef, u64::MAX);
-        assert_eq!((word.nonce(), word.micros()), (0xbeef, (1 << 48) - 1));
-        assert_eq!(PermissionNumber::new(0x1_0002, 3).nonce(), 2);
-    }
-}
+#[path = "message_tests.rs"]
+mod tests;

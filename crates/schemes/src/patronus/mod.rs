@@ -17,6 +17,7 @@
 //! | `door` | what opens a range: windows or regions |
 //! | `lifetimes` | the lifetime words of a compute node |
 //! | `worker` | a core of the memory node: requests, binds, replies |
+//! | `header`, `headers` | headers of permissions, in the published form |
 //! | `node`, `connection` | the memory node and its compute nodes |
 //! | `client` | the compute node |
 //!
@@ -35,16 +36,22 @@ pub mod book;
 mod client;
 mod connection;
 mod door;
+mod header;
+mod headers;
 mod lifetimes;
 pub mod message;
 mod node;
 mod options;
+#[cfg(test)]
+mod tests;
 mod view;
 mod worker;
 
-pub use client::Client;
+pub use client::{Client, UnprotectedClient};
 pub use node::Node;
-pub use options::{ClientOptions, Extension, LeaseOffer, Options, TableTerms};
+pub use options::{
+    ClientOptions, Extension, LeaseOffer, Options, TableTerms, Techniques, UnprotectedTerms,
+};
 pub use view::LeaseView;
 
 use scheme::info::{AccessKind, Allocator, Isolation, Need, ReleaseTime, SchemeInfo, Sizes};
@@ -102,14 +109,44 @@ pub const PATRONUS_MR: Scheme = &SchemeInfo {
     ..*PATRONUS
 };
 
+/// Scheme `patronus-paper`: the form that was published, with one PD for all compute nodes, headers
+/// that windows open, and every object open to every compute node. For comparison.
+pub const PATRONUS_PAPER: Scheme = &SchemeInfo {
+    name: "patronus-paper",
+    source: "Patronus §4 to §5",
+    isolation: Isolation::SharedWindows,
+    release: ReleaseTime::AfterReuse,
+    options: Options::PUBLISHED_NAMES,
+    unsafe_because: Some(
+        "each compute node may acquire and free every object, keys follow from earlier keys, and \
+         freed memory is not cleared",
+    ),
+    ..*PATRONUS
+};
+
+/// Scheme `unprotected`: the objects of `patronus`, in one region to which each compute node has
+/// the key. Acquisitions, extensions and revocations are calls of functions. For comparison.
+pub const UNPROTECTED: Scheme = &SchemeInfo {
+    name: "unprotected",
+    source: "Patronus §7, Unprot",
+    isolation: Isolation::SharedRegion,
+    release: ReleaseTime::Never,
+    needs: &[Need::Inline(REPLY_BYTES as u32)],
+    options: Options::UNPROTECTED_NAMES,
+    unsafe_because: Some("each compute node has the key to all memory of the pool"),
+    ..*PATRONUS
+};
+
 /// The schemes of this module.
-pub const SCHEMES: &[Scheme] = &[PATRONUS, PATRONUS_2, PATRONUS_MR];
+pub const SCHEMES: &[Scheme] = &[PATRONUS, PATRONUS_2, PATRONUS_MR, PATRONUS_PAPER, UNPROTECTED];
 
 /// The door of a scheme of this module.
 fn door_of(scheme: Scheme) -> DoorKind {
     match scheme {
         PATRONUS_2 => DoorKind::QpWindows,
         PATRONUS_MR => DoorKind::Region,
+        PATRONUS_PAPER => DoorKind::Manager,
+        UNPROTECTED => DoorKind::Unprotected,
         _ => DoorKind::Window,
     }
 }
@@ -136,6 +173,10 @@ impl<N: Nic> NodeFamily<N> for Family {
 impl<N: Nic> ClientFamily<N> for Family {
     fn client(&self, parts: &ClientParts<'_, N>) -> Result<Box<dyn ClientScheme>, Error> {
         let ClientParts { nic, pd, offer, options, .. } = *parts;
-        Ok(Box::new(Client::new(nic, pd, offer)?.with_options(options)?))
+        let client = Client::new(nic, pd, offer)?.with_options(options)?;
+        match offer.scheme == UNPROTECTED.name {
+            true => Ok(Box::new(UnprotectedClient::new(client))),
+            false => Ok(Box::new(client)),
+        }
     }
 }

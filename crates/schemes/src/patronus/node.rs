@@ -10,14 +10,17 @@ use scheme::{
     ClientId, ConnectReply, ConnectRequest, Cpu, CpuEvents, Error, GroupId, Lane, LeaseStatus,
     NodeScheme, NodeSettings, NodeStatus, QpSet, Start, Worker, options,
 };
-use verbs::{Access, Nic, QpAttr, QueuePair, Receive};
+use verbs::{Access, Key, MemoryRegion, Nic, QpAttr, QueuePair, Receive};
 
-use super::book::{Book, BookSettings, PermissionId};
+use super::book::{Book, BookSettings};
 use super::connection::Connection;
+use super::door::manager::ManagerWindows;
 use super::door::{Door, DoorKind, QpWindows, Regions, Windows};
-use super::lifetimes::Table;
-use super::message::{PermissionNumber, REQUEST_BYTES};
-use super::options::{LeaseOffer, Options};
+use super::header::HEADER_BYTES;
+use super::headers::Headers;
+use super::lifetimes::{Table, Tables};
+use super::message::REQUEST_BYTES;
+use super::options::{LeaseOffer, Options, UnprotectedTerms};
 use super::view::LeaseView;
 use super::worker::{BINDER_BLOCKS, Core, Handle, Shared, State};
 use crate::answers::{Answers, AnswersAttr};
@@ -30,6 +33,8 @@ const OBJECTS_MAX: u64 = 1 << 20;
 /// The memory node of scheme `patronus`.
 pub struct Node<N: Nic> {
     shared: Arc<Shared<N>>,
+    /// The donated memory with all rights, in scheme `unprotected`.
+    all: Option<N::Mr>,
 }
 
 impl<N: Nic> Node<N> {
@@ -40,6 +45,7 @@ impl<N: Nic> Node<N> {
         let (bytes, unit) = (settings.chunks * settings.chunk_bytes, settings.chunk_bytes);
         let memory = nic.alloc_thin(bytes as usize, unit as usize, settings.kept_bytes)?;
         let pd = nic.alloc_pd()?;
+        let kind = super::door_of(settings.scheme);
         let book = Book::new(BookSettings {
             blocks: Blocks::of(settings),
             chunk_bytes: settings.chunk_bytes,
@@ -49,13 +55,40 @@ impl<N: Nic> Node<N> {
             waiting_max: (settings.credits / 2).max(1),
             domain_bytes: options.domain_bytes,
             objects_max: OBJECTS_MAX.max(settings.chunks),
+            deviations: options.deviations(settings.scheme),
         });
         let count = options.cores.min(settings.clients_max);
         let cores = (0..count as usize)
             .map(|index| Core::new(nic, &pd, (settings, count), index))
             .collect::<Result<Vec<_>, _>>()?;
-        let own = (nic.clone(), settings.clone(), options);
-        Ok(Self { shared: Arc::new(Shared::new(own, memory, book, cores)) })
+        let tables = match kind {
+            DoorKind::Manager => {
+                let each = options.headers_each(bytes, count);
+                let pool = nic.alloc_dma((each * u64::from(count) * HEADER_BYTES) as usize)?;
+                for (first, core) in (0..).step_by(each as usize).zip(&cores) {
+                    let regions = (
+                        nic.reg_mr(&pd, &memory, Access::LOCAL_ALL)?,
+                        nic.reg_mr(&pd, &pool, Access::LOCAL_ALL)?,
+                    );
+                    let (part, techniques) = (first..first + each, options.techniques);
+                    let mut state = core.state.lock();
+                    let binds = (&state.binds, BINDER_BLOCKS);
+                    let windows = ManagerWindows::new(nic, &pd, regions, part, techniques, binds)?;
+                    state.published = Some(windows);
+                }
+                Tables::published(Headers::new(pool, memory.clone()))
+            }
+            _ => Tables::default(),
+        };
+        let all = match kind {
+            DoorKind::Unprotected => {
+                Some(nic.reg_mr(&pd, &memory, Access::LOCAL_ALL | Access::REMOTE_ALL)?)
+            }
+            _ => None,
+        };
+        let (nic, own) = ((nic.clone(), pd), (settings.clone(), options));
+        let shared = Shared::new(nic, own, (memory, tables), book, cores);
+        Ok(Self { shared: Arc::new(shared), all })
     }
 
     /// A view of the book, for external checkers.
@@ -81,13 +114,19 @@ impl<N: Nic> Node<N> {
         Ok(least.expect("there is a core").0)
     }
 
+    /// The key to all memory, in scheme `unprotected`.
+    fn key_to_all(&self) -> Key {
+        self.all.as_ref().map(MemoryRegion::key).unwrap_or_default()
+    }
+
     fn make_peer(
         &self,
         state: &State<N>,
         request: &ConnectRequest,
     ) -> Result<Connection<N>, Error> {
         let Shared { nic, settings, options, memory, .. } = &*self.shared;
-        let pd = nic.alloc_pd()?;
+        let kind = super::door_of(settings.scheme);
+        let pd = if kind.has_common_pd() { self.shared.pd.clone() } else { nic.alloc_pd()? };
         // One receive more than the credits is for requests that end permissions, which must not
         // wait behind those that wait for permissions to end.
         let attr = AnswersAttr {
@@ -110,16 +149,22 @@ impl<N: Nic> Node<N> {
         let binder = qp(BINDER_BLOCKS, Access::NONE)?;
         binder.connect(binder.qpn())?;
         let region = || nic.reg_mr(&pd, memory, Access::LOCAL_ALL);
-        let door = match super::door_of(settings.scheme) {
+        let door = match kind {
             DoorKind::Window => Door::Window(Windows::new(nic, &pd, region()?)?),
             DoorKind::QpWindows => {
                 let lanes = settings.lanes() as usize;
                 Door::QpWindows(QpWindows::new(nic, &pd, region()?, lanes)?)
             }
             DoorKind::Region => Door::Region(Regions::new(&pd, memory)),
+            DoorKind::Manager => Door::Manager,
+            DoorKind::Unprotected => Door::Unprotected(self.key_to_all()),
         };
-        let lifetimes = Table::new(nic, &pd, options.permissions_max)?;
-        answers.bind(&lifetimes.bind(answers.management.qp.qpn()))?;
+        let mut lifetimes = None;
+        if !kind.has_common_pd() {
+            let table = Table::new(nic, &pd, options.permissions_max)?;
+            answers.bind(&table.bind(answers.management.qp.qpn()))?;
+            lifetimes = Some(table);
+        }
         let spares = request.groups.len() as u64 * u64::from(settings.lanes() * options.spares);
         let numbers = vec![0; attr.credits as usize];
         let leaving = false;
@@ -139,39 +184,31 @@ impl<N: Nic> NodeScheme for Node<N> {
         let peer = self.make_peer(&state, request)?;
         let qpn = peer.answers.management.qp.qpn();
         let reply = ConnectReply::of(settings, client, vec![qpn.raw()], &peer.access);
-        let admitted = ConnectReply { terms: options::terms(&peer.lifetimes.terms()), ..reply };
-        shared.tables.insert(client, peer.lifetimes.memory());
+        let terms = match (&peer.lifetimes, &peer.door) {
+            (Some(table), _) => options::terms(&table.terms()),
+            (None, Door::Unprotected(key)) => options::terms(&UnprotectedTerms {
+                memory_addr: shared.memory.addr(),
+                memory_key: key.0,
+            }),
+            _ => reply.terms.clone(),
+        };
+        let admitted = ConnectReply { terms, ..reply };
+        if let Some(table) = &peer.lifetimes {
+            shared.tables.insert(client, table.memory());
+        }
         shared.with_book(|book| book.join(client, request.domain));
         state.by_management.insert(qpn, client);
         state.peers.insert(client, peer);
         shared.core_by_client.write().insert(client, core);
+        if let Some(period) = shared.options.poll_qps() {
+            shared.cores[core].begin_heartbeats(shared.nic.now(), period);
+        }
         Ok(admitted)
     }
 
     fn retire(&mut self, client: ClientId) -> Result<(), Error> {
         let mut effects = Vec::new();
-        {
-            let mut state = self.state_of(client);
-            let state = &mut *state;
-            let Some(peer) = state.peers.get_mut(&client) else { return Ok(()) };
-            state.by_management.remove(&peer.answers.management.qp.qpn());
-            peer.answers.close()?;
-            peer.access.shut_down()?;
-            if std::mem::replace(&mut peer.leaving, true) {
-                return Ok(());
-            }
-            peer.answers.drop_unconfirmed();
-            let (now, tables) = (self.shared.nic.now(), &self.shared.tables);
-            self.shared.with_book(|book| {
-                // Before the departure: an object of a domain whose name was not delivered would
-                // live as long as the domain.
-                while let Some(number) = peer.answers.take_lost() {
-                    let id = PermissionId { client, number: PermissionNumber(number) };
-                    book.undelivered(now, id, &mut &*tables, &mut effects);
-                }
-                book.depart(now, client, &mut &*tables, &mut effects);
-            });
-        }
+        self.state_of(client).depart(&self.shared, client, &mut effects)?;
         self.shared.give(effects);
         // Also without effects, the core removes the compute node.
         self.shared.cores[self.shared.core_of(client)].events.wake();
@@ -191,7 +228,7 @@ impl<N: Nic> NodeScheme for Node<N> {
     }
 
     fn next_poll(&self) -> Option<Duration> {
-        self.shared.next_poll()
+        (0..self.shared.cores.len()).filter_map(|core| self.shared.next_poll(core)).min()
     }
 
     fn client_waits(&mut self, client: ClientId) -> Result<bool, Error> {
@@ -212,8 +249,9 @@ impl<N: Nic> NodeScheme for Node<N> {
         let mut effects = Vec::new();
         let qpn = {
             let mut state = self.state_of(client);
-            let peer = state.peers.known_mut(client)?;
-            let qpn = peer.answers.reconnect()?;
+            // Before the attempt: one that fails half-way may lose grants, too.
+            state.has_undelivered = true;
+            let qpn = state.peers.known_mut(client)?.answers.reconnect()?;
             let (now, tables) = (self.shared.nic.now(), &self.shared.tables);
             self.shared.with_book(|book| {
                 book.forget_requests(now, client, &mut &*tables, &mut effects);
@@ -289,6 +327,9 @@ impl<N: Nic> NodeScheme for Node<N> {
             lease.unbinds += counts.unbinds;
             lease.handovers += counts.handovers;
             lease.qp_resets += counts.qp_resets;
+            lease.windows += state.published.as_ref().map_or(0, |windows| windows.count() as u64);
+            lease.heartbeats += counts.heartbeats;
+            lease.dead_qps += counts.dead_qps;
             for peer in state.peers.values() {
                 lease.windows += peer.door.count() as u64;
                 lease.spares += peer.spares;
@@ -299,6 +340,11 @@ impl<N: Nic> NodeScheme for Node<N> {
 
     fn audit(&self) -> Result<(), Error> {
         let wrong = |why: String| Error::Protocol { attempt: "auditing the pool".into(), why };
+        for core in &self.shared.cores {
+            if let Some(windows) = &core.state.lock().published {
+                windows.audit().map_err(wrong)?;
+            }
+        }
         self.shared.book.lock().audit().map_err(wrong)
     }
 }

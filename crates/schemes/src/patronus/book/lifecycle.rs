@@ -1,6 +1,7 @@
 //! Permissions from their opening to their end.
 
 use super::deadlines::Moment;
+use super::objects::Hole;
 use super::permissions::{Asked, Key};
 use super::{Effect, PermissionId, PermissionState, Turn};
 use crate::patronus::message::{Lifetime, Outcome};
@@ -84,7 +85,20 @@ impl Turn<'_> {
         if !is_noticed && !self.book.member(key.client).is_departed {
             self.swap_to(key, 0);
         }
-        self.out.push(Effect::Close { id: self.book.id(key) });
+        let id = self.book.id(key);
+        self.out.push(match self.is_delayed(key) {
+            true => Effect::Abandon { id },
+            false => Effect::Close { id },
+        });
+    }
+
+    /// True if the keys of a permission may stay valid after its end, because the memory under it
+    /// is not used again soon.
+    fn is_delayed(&self, key: Key) -> bool {
+        let permission = self.book.at(key);
+        self.book.delays()
+            && permission.pending.is_none()
+            && self.book.objects.at(permission.object).freeing.is_some()
     }
 
     /// The result of [`Effect::Close`].
@@ -119,6 +133,9 @@ impl Turn<'_> {
         let object = self.book.objects.at_mut(entry);
         let at = object.holders.iter().position(|holder| *holder == key);
         object.holders.swap_remove(at.expect("a permission of the object"));
+        if gone.is_in_hole {
+            object.hole = Hole::Free;
+        }
         self.book.counters.permissions -= 1;
         self.unblock(entry, &gone, 0);
         self.release_if_unused(entry);

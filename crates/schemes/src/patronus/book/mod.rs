@@ -20,6 +20,7 @@
 //! | `permissions`, `objects`, `members` | the tables |
 //! | `deadlines` | the queue of deadlines |
 //! | `slabs` | the allocator |
+//! | `deviations` | rules that the schemes for comparison break |
 //! | `audit` | views for tests and the simulator, and the check of the accounts |
 //!
 //! Invariants: two permissions that conflict are never opening, open or closing at the same time. A
@@ -33,18 +34,20 @@
 
 mod audit;
 mod deadlines;
+mod deviations;
 mod lifecycle;
-mod members;
+pub(crate) mod members;
 mod objects;
 mod permissions;
 mod queue;
 mod release;
 mod requests;
-mod slabs;
+pub(crate) mod slabs;
 #[cfg(test)]
 mod tests;
 
 pub use audit::{ObjectState, ObjectView, PermissionState, PermissionView};
+pub use deviations::Deviations;
 pub use permissions::PERMISSION_BYTES;
 
 use std::collections::BTreeMap;
@@ -92,9 +95,17 @@ pub enum Effect {
         right: Right,
         /// The group whose QPs use the keys.
         group: GroupId,
+        /// The [`Deviations::hole`] in front of the range is free for the header.
+        has_hole: bool,
     },
     /// Make the keys of a permission dead, then call [`Book::closed`].
     Close {
+        /// The permission.
+        id: PermissionId,
+    },
+    /// Forget a permission whose keys stay valid for now, then call [`Book::closed`]
+    /// ([`Deviations::delays`]).
+    Abandon {
         /// The permission.
         id: PermissionId,
     },
@@ -147,6 +158,8 @@ pub struct BookSettings {
     pub domain_bytes: Option<u64>,
     /// Objects of a domain, or of a compute node without one.
     pub objects_max: u64,
+    /// The rules that the book breaks.
+    pub deviations: Deviations,
 }
 
 /// The manager of a memory node.
@@ -322,6 +335,11 @@ impl Book {
     ) -> Turn<'a> {
         self.now = self.now.max(now.into());
         Turn { book: self, words, out }
+    }
+
+    /// True if keys over freed memory may stay valid: memory is adequate.
+    fn delays(&self) -> bool {
+        self.settings.deviations.delays && self.memory.is_adequate()
     }
 
     fn member(&self, client: ClientId) -> &Member {

@@ -10,6 +10,17 @@ use super::permissions::Key;
 use super::slabs::Piece;
 use crate::patronus::message::{ObjectId, PermissionNumber};
 
+/// The bytes in front of an object, for the header of a permission.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Hole {
+    /// The object has no hole.
+    None,
+    /// No permission has its header there.
+    Free,
+    /// A permission has its header there.
+    Taken,
+}
+
 /// An object.
 #[cfg_attr(test, derive(Clone))]
 pub struct Object {
@@ -27,6 +38,7 @@ pub struct Object {
     pub holders: Vec<Key>,
     /// Requests that wait, in the order of their arrival.
     pub queue: VecDeque<Key>,
+    pub hole: Hole,
     /// A permission was opened, so that the memory may not be zero.
     pub was_open: bool,
     pub freeing: Option<Freeing>,

@@ -47,6 +47,8 @@ pub struct Permission {
     pub lease_us: u64,
     pub pending: Option<Pending>,
     pub state: PermissionState,
+    /// Its header is in the hole in front of the object.
+    pub is_in_hole: bool,
     /// Must be closed once it is open.
     pub is_doomed: bool,
     /// The lease cannot be extended any more: the deadline is final.

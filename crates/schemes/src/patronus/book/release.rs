@@ -48,7 +48,7 @@ impl Turn<'_> {
         let Some(freeing) = object.freeing.as_mut().filter(|freeing| !freeing.is_clearing) else {
             return;
         };
-        if !object.was_open {
+        if !object.was_open || self.book.settings.deviations.dirty {
             return self.release(entry);
         }
         freeing.is_clearing = true;
@@ -67,7 +67,7 @@ impl Turn<'_> {
 
     fn release(&mut self, entry: u32) {
         let object = self.book.objects.remove(entry);
-        self.book.memory.give(object.piece);
+        self.book.memory.give(object.piece, self.book.delays());
         let len = object.place.len;
         self.book.counters.objects -= 1;
         self.book.counters.object_bytes -= len;
@@ -127,7 +127,7 @@ impl Turn<'_> {
         }
         for entry in self.book.member(client).objects.clone() {
             let object = self.book.objects.at_mut(entry);
-            if object.others != Others::None {
+            if object.others != Others::None && object.domain.is_some() {
                 object.owner = None;
                 self.book.member_mut(client).objects.remove(&entry);
             } else if object.freeing.is_none() {

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use scheme::{ClientId, Others, Right, Sharing};
 
 use super::members::{Account, DomainId};
-use super::objects::Object;
+use super::objects::{Hole, Object};
 use super::permissions::{Asked, Key, Pending, Permission};
 use super::{Effect, Moment, PermissionState, Turn};
 use crate::patronus::message::{
@@ -75,7 +75,9 @@ impl Turn<'_> {
             && terms.lease_us > 0
             && terms.group.0 < groups
             && (is_grant || !is_endless)
-            && (others == Others::None || domain.is_some());
+            && (others == Others::None
+                || domain.is_some()
+                || self.book.settings.deviations.everybody);
         if !is_possible {
             return Err(Outcome::BadRequest);
         }
@@ -95,9 +97,11 @@ impl Turn<'_> {
         {
             return Err(Outcome::TooMany(Limit::Bytes, most));
         }
-        let piece = self.book.memory.take(len)?;
+        let deviations = self.book.settings.deviations;
+        let hole = if is_endless { 0 } else { deviations.hole };
+        let piece = self.book.memory.take(len.saturating_add(hole))?;
         let mut place = self.book.memory.place(piece);
-        place.len = len;
+        (place.offset, place.len) = (place.offset + hole, len);
         let entry = self.book.objects.insert(Object {
             owner: Some(client),
             domain,
@@ -107,7 +111,8 @@ impl Turn<'_> {
             first: None,
             holders: Vec::new(),
             queue: VecDeque::new(),
-            was_open: false,
+            hole: if hole > 0 { Hole::Free } else { Hole::None },
+            was_open: deviations.unprotected,
             freeing: None,
         });
         let account = self.account(domain, client);
@@ -119,11 +124,33 @@ impl Turn<'_> {
         if let Some(domain) = domain.filter(|_| others != Others::None) {
             self.book.domains.get_mut(domain).objects.insert(entry);
         }
+        if deviations.unprotected {
+            return Ok(Some(self.named_only(entry)));
+        }
         let pending = Pending { number, asked: Asked::Allocate, since: self.book.now };
         let permission = self.permission(terms, entry, (0, len), pending);
         let key = self.admit(client, permission, 0).expect("a new object has no other permission");
         self.book.objects.at_mut(entry).first = Some(self.book.number(key));
         Ok(None)
+    }
+
+    /// The reply to an allocation without a permission. The object's entry is its number, by which
+    /// the object is freed if the reply is not delivered.
+    fn named_only(&mut self, entry: u32) -> Outcome {
+        let number = PermissionNumber(entry.into());
+        let object = self.book.objects.at_mut(entry);
+        object.first = Some(number);
+        self.book.counters.grants += 1;
+        Outcome::Granted(Granted {
+            object: self.book.objects.id(entry),
+            permission: number,
+            address: self.book.objects.at(entry).place.offset,
+            waited_us: 0,
+            word: Lifetime::new(0, u64::MAX),
+            lanes: 0,
+            keys: Default::default(),
+            header: None,
+        })
     }
 
     fn acquire(
@@ -163,7 +190,8 @@ impl Turn<'_> {
             Others::Read => Some(Right::Read),
             Others::Write | Others::Own => Some(Right::Write),
         };
-        object.owner == Some(client)
+        self.book.settings.deviations.everybody
+            || object.owner == Some(client)
             || (object.domain.is_some()
                 && object.domain == self.book.member(client).domain
                 && most.is_some_and(|most| right <= most))
@@ -197,6 +225,7 @@ impl Turn<'_> {
             lease_us: self.within_bounds(terms.lease_us),
             pending: Some(pending),
             state: PermissionState::Waiting,
+            is_in_hole: false,
             is_doomed: false,
             is_noticed: false,
             blockers: 0,
@@ -321,6 +350,7 @@ impl Turn<'_> {
             word,
             lanes: 0,
             keys: Default::default(),
+            header: None,
         }
     }
 
@@ -350,7 +380,9 @@ impl Turn<'_> {
         let state = state.ok_or(Outcome::NoSuchObject)?;
         let domain = self.book.member(client).domain;
         let is_member = domain.is_some() && domain == state.domain;
-        let may = state.owner == Some(client) || (is_member && state.others == Others::Own);
+        let may = state.owner == Some(client)
+            || (is_member && state.others == Others::Own)
+            || self.book.settings.deviations.everybody;
         if !may {
             return Err(Outcome::NoSuchObject);
         }
@@ -360,7 +392,10 @@ impl Turn<'_> {
 
     fn free_grant(&mut self, client: ClientId, number: u64, entry: u32, address: u64) -> Answer {
         let state = self.book.objects.with_entry(entry).filter(|state| state.freeing.is_none());
-        let is_own = |state: &&Object| state.owner == Some(client) && state.place.offset == address;
+        let everybody = self.book.settings.deviations.everybody;
+        let is_own = |state: &&Object| {
+            (state.owner == Some(client) || everybody) && state.place.offset == address
+        };
         state.filter(is_own).ok_or(Outcome::NotYours)?;
         self.begin_free(entry, client, Some(number));
         Ok(None)
@@ -374,6 +409,22 @@ impl Turn<'_> {
         permission.is_noticed = false;
         let (right, group) = (permission.right, permission.group);
         let place = self.book.place(self.book.at(key));
-        self.out.push(Effect::Open { id, place, right, group });
+        let has_hole = self.take_hole(key);
+        self.out.push(Effect::Open { id, place, right, group, has_hole });
+    }
+
+    /// Takes the hole in front of the object for the header of a permission over its start, if the
+    /// hole is free or has the header of this permission already.
+    fn take_hole(&mut self, key: Key) -> bool {
+        let permission = self.book.at(key);
+        let (entry, offset, is_in_hole) =
+            (permission.object, permission.offset, permission.is_in_hole);
+        let object = self.book.objects.at_mut(entry);
+        let takes = offset == 0 && object.hole == Hole::Free;
+        if takes {
+            object.hole = Hole::Taken;
+            self.book.at_mut(key).is_in_hole = true;
+        }
+        takes || is_in_hole
     }
 }

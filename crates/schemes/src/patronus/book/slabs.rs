@@ -11,7 +11,7 @@
 //! slot, and gives it back when its last slot is given back. Memory that is given to the allocator
 //! is zero: cleared, or never opened.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use scheme::index::EntryId;
 
@@ -56,8 +56,8 @@ struct Slab {
     used: u32,
     /// The slots from this one on were never used.
     fresh: u32,
-    /// Slots that were given back.
-    returned: Vec<u32>,
+    /// Slots that were given back; the last one is used first.
+    returned: VecDeque<u32>,
 }
 
 /// Free memory and slabs.
@@ -127,7 +127,7 @@ impl Memory {
             Some(slab) => *slab,
             None => {
                 let slab = self.take_block(CHUNK_ORDER)?;
-                let empty = Slab { class: at, used: 0, fresh: 0, returned: Vec::new() };
+                let empty = Slab { class: at, used: 0, fresh: 0, returned: VecDeque::new() };
                 self.slabs.insert(slab, empty);
                 self.classes[at].open.insert(slab);
                 slab
@@ -135,7 +135,7 @@ impl Memory {
         };
         let class = &mut self.classes[at];
         let state = self.slabs.get_mut(&slab).expect("a slab of the class");
-        let index = state.returned.pop().unwrap_or_else(|| {
+        let index = state.returned.pop_back().unwrap_or_else(|| {
             state.fresh += 1;
             state.fresh - 1
         });
@@ -146,8 +146,13 @@ impl Memory {
         Ok(Piece::Slot { slab, index })
     }
 
-    /// Gives memory back.
-    pub fn give(&mut self, piece: Piece) {
+    /// True if at least half of the chunks are free.
+    pub fn is_adequate(&self) -> bool {
+        2 * self.free.chunks() >= u64::from(self.blocks.chunks())
+    }
+
+    /// Gives memory back. `is_last`: a slot is used after the others of its slab.
+    pub fn give(&mut self, piece: Piece, is_last: bool) {
         match piece {
             Piece::Block(entry) => self.free.give(entry),
             Piece::Slot { slab, index } => {
@@ -155,7 +160,10 @@ impl Memory {
                 let class = &mut self.classes[state.class];
                 state.used -= 1;
                 if state.used > 0 {
-                    state.returned.push(index);
+                    match is_last {
+                        true => state.returned.push_front(index),
+                        false => state.returned.push_back(index),
+                    }
                     class.open.insert(slab);
                 } else {
                     class.open.remove(&slab);

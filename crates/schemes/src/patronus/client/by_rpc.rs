@@ -6,7 +6,7 @@ use scheme::{Error, Permission};
 use verbs::Nic;
 
 use super::super::message::{Ask, Outcome, PermissionNumber};
-use super::{Client, unexpected};
+use super::{Client, note_end, unexpected};
 
 impl<N: Nic> Client<N> {
     /// Extends a lease by a request to the memory node's CPU. Results are those of the CAS.
@@ -16,13 +16,15 @@ impl<N: Nic> Client<N> {
         by: Duration,
     ) -> Result<Duration, Error> {
         let op = "extending a permission";
+        let _credit = self.credits.take().await;
+        // Not at the same time as a renewal, which changes the number.
+        let _alone = permission.begin_change().await;
         let (lease, now) = (permission.lease(), self.nic.now());
         if lease.ended || now >= lease.grant.until {
             return Err(Error::Expired { op });
         }
         let lifetime = now.saturating_add(by).saturating_sub(lease.since);
         let lifetime_us = self.lifetime_for(lifetime).min(self.offer.lease_max_us);
-        let _credit = self.credits.take().await;
         let ask = Ask::Extend { permission: PermissionNumber(lease.number), lifetime_us };
         let outcome = self.ask(op, ask).await?;
         let left = || permission.left(self.nic.now());
@@ -33,7 +35,7 @@ impl<N: Nic> Client<N> {
             }
             Outcome::NotExtendable => Err(Error::NotExtendable { left: left() }),
             Outcome::Expired => {
-                permission.update(|lease| lease.ended = true);
+                note_end(permission, lease.number);
                 Err(Error::Expired { op })
             }
             Outcome::NotYours => Err(Error::NotYourPermission { attempt: op }),

@@ -5,9 +5,14 @@
 //! | a type-1 window | `patronus` | every QP of the compute node | yes | yes |
 //! | a type-2 window for each lane | `patronus-2` | the lane's QP | no | no |
 //! | a region | `patronus-mr` | every QP of the compute node | no | yes |
+//! | type-1 windows of the memory node | `patronus-paper` | every QP | of all compute nodes | yes |
+//! | one region over all memory | `unprotected` | every QP | no | yes |
 //!
-//! All windows and regions of a compute node are in its own PD.
+//! All windows and regions of a compute node are in its own PD, but those of the two last doors:
+//! these schemes have one PD for all compute nodes. The worker has the windows of
+//! `patronus-paper` (`manager`).
 
+pub mod manager;
 mod qp_windows;
 mod regions;
 mod windows;
@@ -32,6 +37,10 @@ pub enum Door<N: Nic> {
     QpWindows(QpWindows<N>),
     /// A region for each permission.
     Region(Regions<N>),
+    /// The windows of the core that serves the compute node.
+    Manager,
+    /// One region over all memory, with this key.
+    Unprotected(Key),
 }
 
 /// A kind of door.
@@ -43,6 +52,17 @@ pub enum DoorKind {
     QpWindows,
     /// [`Door::Region`].
     Region,
+    /// [`Door::Manager`].
+    Manager,
+    /// [`Door::Unprotected`].
+    Unprotected,
+}
+
+impl DoorKind {
+    /// True if all compute nodes share one PD, which is unsafe.
+    pub fn has_common_pd(self) -> bool {
+        matches!(self, Self::Manager | Self::Unprotected)
+    }
 }
 
 /// A range to open for a permission.
@@ -56,6 +76,8 @@ pub struct Opening {
     pub right: Right,
     /// The group whose QPs use the keys.
     pub group: GroupId,
+    /// The bytes in front of the range are free for the header, in the published form.
+    pub has_hole: bool,
 }
 
 /// The QP to which a window operation is posted.
@@ -92,7 +114,7 @@ impl<N: Nic> Door<N> {
         match self {
             Door::Window(windows) => windows.fill(nic),
             Door::QpWindows(windows) => windows.fill(nic),
-            Door::Region(_) => Ok(false),
+            Door::Region(_) | Door::Manager | Door::Unprotected(_) => Ok(false),
         }
     }
 
@@ -102,6 +124,7 @@ impl<N: Nic> Door<N> {
             Door::Window(windows) => windows.count(),
             Door::QpWindows(windows) => windows.count(),
             Door::Region(regions) => regions.count(),
+            Door::Manager | Door::Unprotected(_) => 0,
         }
     }
 
@@ -111,6 +134,8 @@ impl<N: Nic> Door<N> {
             Door::Window(windows) => keys.fill(windows.key(number).unwrap_or_default()),
             Door::QpWindows(windows) => windows.keys(number, keys),
             Door::Region(regions) => keys.fill(regions.key(number).unwrap_or_default()),
+            Door::Manager => {}
+            Door::Unprotected(key) => keys.fill(*key),
         }
     }
 
@@ -120,6 +145,8 @@ impl<N: Nic> Door<N> {
             Door::Window(windows) => windows.bind(nic, opening),
             Door::QpWindows(windows) => return windows.bind(nic, opening, access),
             Door::Region(regions) => return regions.register(nic, opening),
+            Door::Manager => return Change::Impossible,
+            Door::Unprotected(_) => return Change::Done,
         };
         post.map_or(Change::Impossible, |umr| {
             Change::Posts(SmallVec::from_iter([Post { to: PostTo::Binder, umr }]))
@@ -134,7 +161,7 @@ impl<N: Nic> Door<N> {
                 let umr = windows.rebind(old, opening)?;
                 Some(Post { to: PostTo::Binder, umr })
             }
-            Door::QpWindows(_) | Door::Region(_) => None,
+            Door::QpWindows(_) | Door::Region(_) | Door::Manager | Door::Unprotected(_) => None,
         }
     }
 
@@ -151,6 +178,7 @@ impl<N: Nic> Door<N> {
                 regions.deregister(number);
                 Change::Done
             }
+            Door::Manager | Door::Unprotected(_) => Change::Done,
         }
     }
 
@@ -159,7 +187,7 @@ impl<N: Nic> Door<N> {
         match self {
             Door::Window(windows) => windows.release(number),
             Door::QpWindows(windows) => windows.release(number),
-            Door::Region(_) => {}
+            Door::Region(_) | Door::Manager | Door::Unprotected(_) => {}
         }
     }
 
@@ -169,6 +197,7 @@ impl<N: Nic> Door<N> {
             Door::Window(windows) => windows.discard(number),
             Door::QpWindows(windows) => windows.discard(number),
             Door::Region(regions) => regions.deregister(number),
+            Door::Manager | Door::Unprotected(_) => {}
         }
     }
 }

@@ -80,7 +80,7 @@ impl<N: Nic> QpWindows<N> {
         if self.free.len() < self.lanes && self.fill(nic).is_err() {
             return Change::Impossible;
         }
-        let Opening { number, place, right, group } = *opening;
+        let Opening { number, place, right, group, .. } = *opening;
         let start = self.region.memory().addr() + place.offset;
         let len = u32::try_from(place.len).expect("an object is shorter than 4 GiB");
         let (mut posts, mut windows) = (SmallVec::new(), SmallVec::new());

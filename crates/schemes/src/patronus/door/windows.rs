@@ -149,7 +149,8 @@ mod tests {
 
     fn opening(serial: u64, slot: u32, right: Right) -> Opening {
         let (number, group) = (PermissionNumber::new(serial, slot), GroupId(0));
-        Opening { number, place: Place { offset: 64, len: 64 }, right, group }
+        let place = Place { offset: 64, len: 64 };
+        Opening { number, place, right, group, has_hole: false }
     }
 
     /// The NIC uses the index of a deallocated window again only after others, so that a key comes

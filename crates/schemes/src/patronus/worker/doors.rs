@@ -12,21 +12,27 @@ use crate::patronus::door::{Change, Opening, Post, PostTo};
 
 /// A permission to open or to close.
 pub(super) struct DoorTask {
-    id: PermissionId,
+    pub id: PermissionId,
     /// `None`: to close.
-    opening: Option<Opening>,
+    pub opening: Option<Opening>,
+    /// The keys of the permission to close stay valid for now.
+    pub is_delayed: bool,
     /// An operation of the task has failed.
-    failed: bool,
+    pub failed: bool,
 }
 
 impl DoorTask {
     pub fn open(client: ClientId, opening: Opening) -> Self {
         let id = PermissionId { client, number: opening.number };
-        Self { id, opening: Some(opening), failed: false }
+        Self { id, opening: Some(opening), is_delayed: false, failed: false }
     }
 
     pub fn close(id: PermissionId) -> Self {
-        Self { id, opening: None, failed: false }
+        Self { id, opening: None, is_delayed: false, failed: false }
+    }
+
+    pub fn abandon(id: PermissionId) -> Self {
+        Self { is_delayed: true, ..Self::close(id) }
     }
 }
 
@@ -56,6 +62,28 @@ impl<N: Nic> State<N> {
         if tasks.is_empty() {
             return Ok(());
         }
+        self.has_used_windows = true;
+        if self.published.is_some() {
+            self.run_published(shared, tasks)?;
+        } else {
+            self.run_own_doors(shared, tasks)?;
+        }
+        let now = shared.nic.now();
+        shared.with_book(|book| {
+            for task in tasks.drain(..) {
+                match task.opening {
+                    None => book.closed(now, task.id, &mut &shared.tables, next),
+                    Some(_) => {
+                        book.opened(now, task.id, !task.failed, &mut &shared.tables, next);
+                    }
+                }
+            }
+        });
+        Ok(())
+    }
+
+    /// Executes the tasks with the doors of the compute nodes.
+    fn run_own_doors(&mut self, shared: &Shared<N>, tasks: &mut [DoorTask]) -> Result<(), Error> {
         // Tasks of one compute node are adjacent, those that close first.
         tasks.sort_by_key(|task| (task.id.client, task.opening.is_some()));
         for some in tasks.chunks_mut(BINDS) {
@@ -69,17 +97,6 @@ impl<N: Nic> State<N> {
             self.retry_failed(shared, some, &mut operations)?;
             self.settle(some, &operations);
         }
-        let now = shared.nic.now();
-        shared.with_book(|book| {
-            for task in tasks.drain(..) {
-                match task.opening {
-                    None => book.closed(now, task.id, &mut &shared.tables, next),
-                    Some(_) => {
-                        book.opened(now, task.id, !task.failed, &mut &shared.tables, next);
-                    }
-                }
-            }
-        });
         Ok(())
     }
 

@@ -8,7 +8,7 @@ use verbs::{Nic, Zeros};
 
 use super::doors::DoorTask;
 use super::{Shared, State};
-use crate::patronus::book::{Effect, Place};
+use crate::patronus::book::{Effect, PermissionId, Place};
 use crate::patronus::door::Opening;
 use crate::patronus::message::{Granted, ObjectId, Outcome, Reply};
 
@@ -29,18 +29,21 @@ impl<N: Nic> State<N> {
         while !effects.is_empty() {
             let mut next = Vec::new();
             for effect in effects.drain(..) {
-                if let Some(client) = effect.client()
+                if shared.cores.len() > 1
+                    && let Some(client) = effect.client()
                     && shared.core_of(client) != self.index
                 {
                     later.push(effect);
                     continue;
                 }
                 match effect {
-                    Effect::Open { id, place, right, group } => {
-                        let opening = Opening { number: id.number, place, right, group };
+                    Effect::Open { id, place, right, group, has_hole } => {
+                        let number = id.number;
+                        let opening = Opening { number, place, right, group, has_hole };
                         tasks.push(DoorTask::open(id.client, opening));
                     }
                     Effect::Close { id } => tasks.push(DoorTask::close(id)),
+                    Effect::Abandon { id } => tasks.push(DoorTask::abandon(id)),
                     Effect::Clear { object, place } => {
                         // A large range is cleared alone.
                         if place.len > clear_left && clear_left < CLEAR_BYTES {
@@ -105,7 +108,7 @@ impl<N: Nic> State<N> {
         let Some(peer) = peer.filter(|peer| peer.answers.epoch() == epoch) else {
             // The connection of the request is closed: nothing is delivered any more.
             if let Some(number) = grant {
-                let id = super::PermissionId { client, number };
+                let id = PermissionId { client, number };
                 let now = shared.nic.now();
                 shared.with_book(|book| book.undelivered(now, id, &mut &shared.tables, next));
             }
@@ -117,8 +120,14 @@ impl<N: Nic> State<N> {
                 let mut keys = granted.keys;
                 let lanes = shared.settings.lanes() as usize;
                 peer.door.keys(granted.permission, &mut keys[..lanes]);
+                let mut header = None;
+                if let Some((windows, headers)) = self.published.as_ref().zip(shared.headers()) {
+                    let id = PermissionId { client, number: granted.permission };
+                    keys[..lanes].fill(windows.key(id).unwrap_or_default());
+                    header = windows.header(id, headers);
+                }
                 let address = shared.memory.addr() + granted.address;
-                Outcome::Granted(Granted { address, lanes, keys, ..granted })
+                Outcome::Granted(Granted { address, lanes, keys, header, ..granted })
             }
             outcome => outcome,
         };

@@ -11,6 +11,8 @@
 
 mod doors;
 mod effects;
+mod heartbeats;
+mod published;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -25,6 +27,8 @@ use verbs::{Completion, CompletionKind, CompletionQueue, CqAttr, DmaMemory, Nic,
 
 use super::book::{Book, Effect, PermissionId};
 use super::connection::Connection;
+use super::door::manager::ManagerWindows;
+use super::headers::Headers;
 use super::lifetimes::Tables;
 use super::message::{Ask, Outcome, PermissionNumber, REQUEST_BYTES, Request};
 use super::options::Options;
@@ -43,6 +47,8 @@ const NEVER: u64 = u64::MAX;
 /// State that all cores share.
 pub(super) struct Shared<N: Nic> {
     pub nic: N,
+    /// PD of the memory node; in schemes without protection, also of all compute nodes.
+    pub pd: N::Pd,
     pub settings: NodeSettings,
     pub options: Options,
     /// The donated memory.
@@ -66,6 +72,8 @@ pub(super) struct Core<N: Nic> {
     pub announced_empty: AtomicBool,
     /// Compute nodes of the core have departed, and the book has something left of them.
     has_leaving: AtomicBool,
+    /// Time of the next heartbeats, in nanoseconds; [`NEVER`] without compute nodes or QP polling.
+    next_heartbeat: AtomicU64,
 }
 
 /// State of a core.
@@ -78,10 +86,18 @@ pub(super) struct State<N: Nic> {
     arrived: Vec<Completion>,
     /// CQ for window operations.
     pub binds: N::Cq,
+    /// Windows for all its compute nodes, in the published form.
+    pub published: Option<ManagerWindows<N>>,
     pub peers: ClientTable<Connection<N>>,
     pub by_management: HashMap<Qpn, ClientId>,
     /// ID of the next window operation.
     serial: u64,
+    /// Compute nodes that have departed and are still among `peers`.
+    pub leaving: usize,
+    /// A management QP was re-established: grants may not have been delivered.
+    pub has_undelivered: bool,
+    /// Windows were used since the last look at the free lists.
+    has_used_windows: bool,
     pub counts: Counts,
 }
 
@@ -100,6 +116,8 @@ pub(super) struct Counts {
     pub unbinds: u64,
     pub handovers: u64,
     pub qp_resets: u64,
+    pub heartbeats: u64,
+    pub dead_qps: u64,
 }
 
 /// A core, to be driven by a thread of its own.
@@ -118,28 +136,35 @@ impl<N: Nic> Worker for Handle<N> {
     }
 
     fn next_poll(&self) -> Option<Duration> {
-        self.shared.next_poll()
+        self.shared.next_poll(self.core)
     }
 }
 
 impl<N: Nic> Shared<N> {
     pub fn new(
-        (nic, settings, options): (N, NodeSettings, Options),
-        memory: DmaMemory,
+        (nic, pd): (N, N::Pd),
+        (settings, options): (NodeSettings, Options),
+        (memory, tables): (DmaMemory, Tables),
         book: Book,
         cores: Vec<Core<N>>,
     ) -> Self {
         Self {
             nic,
+            pd,
             settings,
             options,
             memory,
             book: Mutex::new(book),
-            tables: Tables::default(),
+            tables,
             cores,
             core_by_client: RwLock::new(HashMap::new()),
             next_deadline: AtomicU64::new(NEVER),
         }
+    }
+
+    /// The headers of permissions, in the published form.
+    pub fn headers(&self) -> Option<&Headers> {
+        self.tables.headers()
     }
 
     /// Polls a core.
@@ -147,16 +172,27 @@ impl<N: Nic> Shared<N> {
         self.cores[core].state.lock().turn(self)
     }
 
-    /// Time until the next deadline of the book.
-    pub fn next_poll(&self) -> Option<Duration> {
-        match self.next_deadline.load(Ordering::Acquire) {
+    /// Time until the next deadline of the book, or the next heartbeats of a core.
+    pub fn next_poll(&self, core: usize) -> Option<Duration> {
+        match self.next_look(core) {
             NEVER => None,
             at => Some(Duration::from_nanos(at).saturating_sub(self.nic.now())),
         }
     }
 
-    fn is_due(&self, now: Duration) -> bool {
-        now.as_nanos() as u64 >= self.next_deadline.load(Ordering::Acquire)
+    /// The time, if a deadline of the book has passed, or heartbeats of a core are due.
+    fn due(&self, core: usize) -> Option<Duration> {
+        let next = self.next_look(core);
+        if next == NEVER {
+            return None;
+        }
+        Some(self.nic.now()).filter(|now| now.as_nanos() as u64 >= next)
+    }
+
+    /// Time of the next deadline of the book, or of the next heartbeats of a core, in nanoseconds.
+    fn next_look(&self, core: usize) -> u64 {
+        let heartbeat = self.cores[core].next_heartbeat.load(Ordering::Acquire);
+        self.next_deadline.load(Ordering::Acquire).min(heartbeat)
     }
 
     /// Calls `change` with the book, and notes its next deadline.
@@ -192,7 +228,9 @@ impl Effect {
     /// The compute node whose core executes the effect; `None`: any core.
     fn client(&self) -> Option<ClientId> {
         match self {
-            Effect::Open { id, .. } | Effect::Close { id } => Some(id.client),
+            Effect::Open { id, .. } | Effect::Close { id } | Effect::Abandon { id } => {
+                Some(id.client)
+            }
             Effect::Reply { client, .. } => Some(*client),
             Effect::Clear { .. } => None,
         }
@@ -220,9 +258,13 @@ impl<N: Nic> Core<N> {
             requests,
             arrived: vec![Completion::EMPTY; BATCH],
             binds,
+            published: None,
             peers: ClientTable::default(),
             by_management: HashMap::new(),
             serial: 1,
+            leaving: 0,
+            has_undelivered: false,
+            has_used_windows: false,
             counts: Counts::default(),
         };
         Ok(Self {
@@ -231,19 +273,23 @@ impl<N: Nic> Core<N> {
             queue: Mutex::default(),
             announced_empty: AtomicBool::new(false),
             has_leaving: AtomicBool::new(false),
+            next_heartbeat: AtomicU64::new(NEVER),
         })
     }
 }
 
 impl<N: Nic> State<N> {
     /// One turn of the core. True if there was work.
+    ///
+    /// A turn without work looks at no compute node, because a polling core has such turns between
+    /// any two requests.
     fn turn(&mut self, shared: &Shared<N>) -> Result<bool, Error> {
-        let now = shared.nic.now();
         let mut effects = std::mem::take(&mut *shared.cores[self.index].queue.lock());
-        let mut any = self.take_back_undelivered(shared, now, &mut effects);
+        let mut any = self.take_back_undelivered(shared, &mut effects);
         any |= self.take_requests(shared, &mut effects);
-        if shared.is_due(now) {
+        if let Some(now) = shared.due(self.index) {
             shared.with_book(|book| book.tick(now, &mut &shared.tables, &mut effects));
+            self.poll_qps(shared, now, &mut effects);
             any = true;
         }
         let has_effects = !effects.is_empty();
@@ -254,21 +300,25 @@ impl<N: Nic> State<N> {
         }
         self.announce(shared);
         any |= self.remove_departed(shared);
-        for peer in self.peers.values_mut().filter(|peer| !peer.leaving) {
-            // Without windows, permissions of this compute node are refused.
-            any |= peer.door.fill(&shared.nic).unwrap_or(false);
+        if std::mem::take(&mut self.has_used_windows) {
+            if let Some(windows) = &mut self.published {
+                any |= windows.fill(&shared.nic).unwrap_or(false);
+            }
+            for peer in self.peers.values_mut().filter(|peer| !peer.leaving) {
+                // Without windows, permissions of this compute node are refused.
+                any |= peer.door.fill(&shared.nic).unwrap_or(false);
+            }
         }
         Ok(any)
     }
 
     /// Takes back permissions whose grants were not delivered, before new requests: otherwise the
     /// memory could be in use twice by the same compute node.
-    fn take_back_undelivered(
-        &mut self,
-        shared: &Shared<N>,
-        now: Duration,
-        effects: &mut Vec<Effect>,
-    ) -> bool {
+    fn take_back_undelivered(&mut self, shared: &Shared<N>, effects: &mut Vec<Effect>) -> bool {
+        if !std::mem::take(&mut self.has_undelivered) {
+            return false;
+        }
+        let now = shared.nic.now();
         let mut any = false;
         for (client, peer) in self.peers.iter_mut().filter(|(_, peer)| !peer.leaving) {
             while let Some(number) = peer.answers.take_lost() {
@@ -283,6 +333,9 @@ impl<N: Nic> State<N> {
     /// Gives the received requests to the book.
     fn take_requests(&mut self, shared: &Shared<N>, effects: &mut Vec<Effect>) -> bool {
         let n = self.requests.poll(&mut self.arrived);
+        if n == 0 {
+            return false;
+        }
         // Not the beginning of the turn: compute nodes believe that their leases began as long
         // after the sending of their requests as the reply says since the arrival.
         let now = shared.nic.now();
@@ -290,7 +343,7 @@ impl<N: Nic> State<N> {
         let asked: Vec<_> =
             (0..n).filter_map(|i| self.take_request(self.arrived[i], base)).collect();
         if asked.is_empty() {
-            return n > 0;
+            return true;
         }
         shared.with_book(|book| {
             for (client, number, ask, groups) in asked {
@@ -351,24 +404,23 @@ impl<N: Nic> State<N> {
 
     /// Removes compute nodes that have departed and of which the book has nothing left.
     fn remove_departed(&mut self, shared: &Shared<N>) -> bool {
+        if self.leaving == 0 {
+            return false;
+        }
         let leaving = self.peers.iter().filter(|(_, peer)| peer.leaving).map(|(client, _)| *client);
         let left: Vec<ClientId> = {
-            let leaving: Vec<_> = leaving.collect();
-            if leaving.is_empty() {
-                return false;
-            }
             // Before the look into the book: a core that changes the book later sees it.
             shared.cores[self.index].has_leaving.store(true, Ordering::Release);
             let book = shared.book.lock();
-            leaving.into_iter().filter(|client| book.has_left(*client)).collect()
+            leaving.filter(|client| book.has_left(*client)).collect()
         };
+        self.leaving -= left.len();
         for client in &left {
             self.peers.remove(client);
             shared.tables.remove(*client);
             shared.core_by_client.write().remove(client);
         }
-        let has_leaving = self.peers.values().any(|peer| peer.leaving);
-        shared.cores[self.index].has_leaving.store(has_leaving, Ordering::Release);
+        shared.cores[self.index].has_leaving.store(self.leaving > 0, Ordering::Release);
         !left.is_empty()
     }
 }

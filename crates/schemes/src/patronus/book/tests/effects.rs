@@ -9,8 +9,12 @@ use crate::patronus::message::{Ask, Lifetime, ObjectId, Outcome};
 impl World {
     pub(super) fn effect(&mut self, effect: Effect) {
         match effect {
-            Effect::Open { id, place, right, group } => self.open(id, place, right, group),
+            Effect::Open { id, place, right, group, has_hole } => {
+                assert!(!has_hole, "a header in a safe scheme");
+                self.open(id, place, right, group);
+            }
             Effect::Close { id } => self.close(id),
+            Effect::Abandon { id } => panic!("{id:?} ends with valid keys"),
             Effect::Clear { object, place } => {
                 let thing = self.things.iter().find(|thing| thing.id == object).expect("an object");
                 assert!(thing.is_freeing && thing.was_open);

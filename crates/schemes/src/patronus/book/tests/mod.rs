@@ -1,5 +1,6 @@
 //! Tests of the book.
 
+mod deviations;
 mod effects;
 mod exhaustive;
 mod expected;

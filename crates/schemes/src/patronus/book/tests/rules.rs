@@ -1,5 +1,6 @@
 //! Each rule of permissions by itself. The world checks every effect against its model, too.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use scheme::{ClientId, GroupId, Others, Right, Sharing};
@@ -322,6 +323,29 @@ fn revoke_returns_when_the_keys_are_dead() {
     open(&mut world);
     assert_eq!(world.request(ONE, revoke), Some(Outcome::Done));
     assert_eq!(world.in_stage(Stage::Open).len(), 1, "a late revoke has ended another permission");
+}
+
+/// A permission in the slot of an ended one has another nonce. A CAS that its compute node has
+/// begun before, and that is executed late, fails.
+#[test]
+fn late_extension_of_an_ended_permission_fails() {
+    let mut world = world();
+    let terms = exclusive(50, 0);
+    let first = allocate(&mut world, ONE, terms, Others::Own);
+    assert_eq!(world.request(ONE, Ask::Revoke { permission: first.permission }), None);
+    close(&mut world);
+    assert_eq!(acquire(&mut world, ONE, first.object, terms), None);
+    let second = open(&mut world);
+    let slot = second.permission.slot();
+    assert_eq!((slot, second.word.micros()), (first.permission.slot(), first.word.micros()));
+    assert_ne!(world.words.word(ONE, slot), first.word, "the CAS of the first one would succeed");
+    let renew = Ask::Renew { permission: second.permission, lease_us: 50 };
+    assert_eq!(world.request(ONE, renew), None);
+    close(&mut world);
+    let third = open(&mut world);
+    assert_eq!(third.permission.slot(), slot);
+    let words = [first.word, second.word, third.word];
+    assert_eq!(BTreeSet::from(words.map(|word| word.0)).len(), 3, "{words:?}");
 }
 
 #[test]

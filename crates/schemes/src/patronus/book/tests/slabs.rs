@@ -31,14 +31,26 @@ fn slab_is_a_chunk_while_it_has_objects() {
     let next = memory.take(64).unwrap();
     assert_eq!(memory.free_chunks(), 0, "a full slab has no slot");
     assert_eq!(memory.take(4096), Err(Outcome::Empty));
-    memory.give(slots[5]);
+    memory.give(slots[5], false);
     assert_eq!(memory.take(60), Ok(slots[5]), "a slot is used again");
-    slots.into_iter().for_each(|slot| memory.give(slot));
+    slots.into_iter().for_each(|slot| memory.give(slot, false));
     assert_eq!(memory.free_chunks(), 1);
     assert_eq!(memory.take(8192), Err(Outcome::NoBlock));
     assert_eq!(memory.take(u64::MAX), Err(Outcome::NoBlock));
-    memory.give(next);
+    memory.give(next, false);
     memory.take(8192).unwrap();
+}
+
+#[test]
+fn slot_under_an_old_window_is_used_last() {
+    let mut memory = memory(1);
+    let slots: Vec<_> = (0..CHUNK / 64).map(|_| memory.take(64).unwrap()).collect();
+    assert!(!memory.is_adequate());
+    memory.give(slots[0], true);
+    memory.give(slots[1], false);
+    memory.give(slots[2], true);
+    let order = [1, 0, 2].map(|at| Ok(slots[at]));
+    assert_eq!([64, 64, 64].map(|bytes| memory.take(bytes)), order);
 }
 
 #[test]
@@ -74,11 +86,11 @@ proptest! {
                 }
                 held.push(piece);
             } else if !held.is_empty() {
-                memory.give(held.swap_remove(which.index(held.len())));
+                memory.give(held.swap_remove(which.index(held.len())), false);
             }
             memory.audit(held.iter().copied()).unwrap();
         }
-        held.drain(..).for_each(|piece| memory.give(piece));
+        held.drain(..).for_each(|piece| memory.give(piece, false));
         memory.audit(std::iter::empty()).unwrap();
         prop_assert_eq!(memory.free_chunks(), u64::from(chunks));
     }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use scheme::{ClientId, DomainToken, GroupId, Others, Right, Sharing};
 
-use crate::patronus::book::{Book, BookSettings, Effect, PermissionId, Place, Words};
+use crate::patronus::book::{Book, BookSettings, Deviations, Effect, PermissionId, Place, Words};
 use crate::patronus::message::{Ask, AskTerms, Lifetime, ObjectId, Outcome};
 use crate::rpc::blocks::Blocks;
 
@@ -28,6 +28,7 @@ pub fn settings(chunks: u32) -> BookSettings {
         waiting_max: 2,
         domain_bytes: None,
         objects_max: 100,
+        deviations: Deviations::NONE,
     }
 }
 
@@ -287,6 +288,12 @@ impl World {
         let entry = &mut self.entries[at];
         let id = entry.id.expect("an effect was seen");
         assert_eq!(entry.stage, Stage::Opening);
+        // The object of an allocation that fails is freed, which closes permissions that the
+        // compute node acquired by guessing its name.
+        let cause = match entry.allocates && !is_open {
+            true => Cause::Of(id.client),
+            false => Cause::Report,
+        };
         let object = entry.object.expect("an effect was seen");
         let thing = self.things.iter_mut().find(|thing| thing.id == object).expect("an object");
         if is_open {
@@ -299,7 +306,7 @@ impl World {
         } else {
             thing.is_freeing |= entry.allocates;
         }
-        self.call(Cause::Report, |book, now, words, out| {
+        self.call(cause, |book, now, words, out| {
             book.opened(now, id, is_open, words, out);
         });
     }
