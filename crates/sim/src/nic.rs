@@ -8,7 +8,7 @@ use rnic::nic::SoftNic;
 use rnic::nic::interposed::{Call, Hooks, InterposedNic};
 use rnic::port::Function;
 use rnic::port::inline::InlineFunction;
-use verbs::{Completion, CompletionKind, Cqn, DmaMemory, Error, Qpn};
+use verbs::{Completion, CompletionKind, Cqn, DmaMemory, Error, Qpn, WcOpcode};
 
 use crate::fiber;
 use crate::ids::NodeId;
@@ -19,9 +19,6 @@ use crate::world::Shared;
 
 /// A simulated NIC.
 pub type SimNic = InterposedNic<SimHooks>;
-
-/// Bytes of a page.
-const PAGE: u64 = 4096;
 
 /// Hooks of a program's NIC: the node on which it runs, with its clock, and the CPU time of its
 /// verbs.
@@ -105,6 +102,14 @@ impl SimHooks {
         self.params.node_cpu.control
     }
 
+    /// Wakes the running fiber at `at`, or before.
+    pub(crate) fn wake_me_at(&self, at: Time) {
+        let me = fiber::current().expect("only fibers wait");
+        let mut state = self.shared.state.lock();
+        let earlier = state.fibers[me.0 as usize].deadline;
+        state.set_deadline(me, earlier.map_or(at, |earlier| earlier.min(at)));
+    }
+
     pub(crate) fn wake(&self, id: fiber::FiberId) {
         self.shared.state.lock().wake(id);
     }
@@ -143,12 +148,16 @@ impl Hooks for SimHooks {
             Call::PostSend(..) | Call::Enable => params.cpu.post,
             Call::DeregMr(_) if self.weak => params.node_cpu.deregister,
             Call::RegMr(bytes) if self.weak => {
-                let pages = bytes.div_ceil(PAGE);
+                let pages = bytes.div_ceil(params.node_cpu.page_bytes);
                 params.node_cpu.register + Time(params.node_cpu.register_page.0 * pages)
             }
-            Call::Zero(bytes) if self.weak => {
+            // One side of a copy is in the cache, so that memory limits it as it limits zeros.
+            Call::Zero(bytes) | Call::Copied(bytes) if self.weak => {
                 Time((bytes as f64 * 1e3 / params.node_cpu.clear_rate).round() as u64)
             }
+            Call::AllocMws(count) if self.weak => Time(params.node_cpu.alloc_window.0 * count),
+            // A call of the kernel, which takes as long at a compute node.
+            Call::Modify => params.node_cpu.modify_qp,
             // Other verbs belong to the set-up or take a negligible time.
             _ => Time::ZERO,
         });
@@ -184,6 +193,8 @@ impl Hooks for SimHooks {
         if self.weak {
             let requests = all.iter().filter(|c| c.kind == CompletionKind::Receive).count();
             cost += Time(self.params.node_cpu.request.0 * requests as u64);
+            let windows = all.iter().filter(|c| c.opcode == WcOpcode::Bind).count();
+            cost += Time(self.params.node_cpu.window.0 * windows as u64);
         }
         self.charge(cost);
     }

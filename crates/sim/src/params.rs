@@ -13,6 +13,9 @@ pub const CONNECTX5: &str = include_str!("../params/connectx5.toml");
 /// Parameters of the cluster of FineMem's evaluation.
 pub const CONNECTX6: &str = include_str!("../params/connectx6.toml");
 
+/// Parameters of the cluster of Patronus's evaluation.
+pub const CONNECTX5_PATRONUS: &str = include_str!("../params/connectx5-patronus.toml");
+
 /// A parameter in the file.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -73,6 +76,7 @@ pub struct NicParams {
     pub chain_slowdown: Time,
     pub contexts: usize,
     pub context_miss: Time,
+    pub fault_report: Time,
     pub windows: u32,
     pub functions: u32,
 }
@@ -110,6 +114,10 @@ pub struct CpuParams {
 pub struct NodeCpuParams {
     pub wakeup: Time,
     pub request: Time,
+    pub window: Time,
+    pub alloc_window: Time,
+    pub modify_qp: Time,
+    pub page_bytes: u64,
     pub register: Time,
     pub register_page: Time,
     pub deregister: Time,
@@ -126,6 +134,11 @@ impl Params {
     /// Returns the parameters of [`CONNECTX6`].
     pub fn connectx6() -> Self {
         Self::parse(CONNECTX6).expect("the built-in file is valid")
+    }
+
+    /// Returns the parameters of [`CONNECTX5_PATRONUS`].
+    pub fn patronus() -> Self {
+        Self::parse(CONNECTX5_PATRONUS).expect("the built-in file is valid")
     }
 
     /// Parses a parameter file.
@@ -168,6 +181,7 @@ impl Params {
                 chain_slowdown: Time::ns(get("nic.chain_slowdown")?),
                 contexts: get("nic.contexts")? as usize,
                 context_miss: Time::ns(get("nic.context_miss")?),
+                fault_report: Time::ns(get("nic.fault_report")?),
                 windows: get("nic.windows")? as u32,
                 functions: get("nic.functions")? as u32,
             },
@@ -186,6 +200,10 @@ impl Params {
             node_cpu: NodeCpuParams {
                 wakeup: Time::ns(get("node_cpu.wakeup")?),
                 request: Time::ns(get("node_cpu.request")?),
+                window: Time::ns(get("node_cpu.window")?),
+                alloc_window: Time::ns(get("node_cpu.alloc_window")?),
+                modify_qp: Time::ns(get("node_cpu.modify_qp")?),
+                page_bytes: get("node_cpu.page_bytes")? as u64,
                 register: Time::ns(get("node_cpu.register")?),
                 register_page: Time::ns(get("node_cpu.register_page")?),
                 deregister: Time::ns(get("node_cpu.deregister")?),
@@ -199,6 +217,9 @@ impl Params {
         }
         if [params.pcie.rate, params.link.rate, params.node_cpu.clear_rate].contains(&0.0) {
             return Err(bad("a rate must be greater than 0".into()));
+        }
+        if params.node_cpu.page_bytes == 0 {
+            return Err(bad("node_cpu.page_bytes must be at least 1".into()));
         }
         Ok(Self { entries, ..params })
     }
@@ -226,6 +247,7 @@ mod tests {
         assert!(params.fitted().any(|c| c == "offload.read.overhead.96qp"));
         assert!(params.entries().iter().all(|(_, e)| e.source.len() > 10));
         assert!(Params::connectx6().fitted().any(|c| c == "finemem.rkey.added"));
+        assert!(Params::patronus().fitted().any(|c| c == "patronus.reacquire.rate"));
     }
 
     #[test]

@@ -135,7 +135,7 @@ impl State {
             // The event was scheduled for a destroyed QP with the same number.
             return self.plan(nic, qpn, now);
         };
-        let lost = std::mem::take(&mut qp.lost);
+        let mut lost = std::mem::take(&mut qp.lost);
         if let NextKind::Wait { reached: false, .. } = next.kind {
             let again = nic.with_engine(|e| e.peek(qpn));
             if matches!(again, Some(Next { kind: NextKind::Wait { reached: true, .. }, .. })) {
@@ -168,10 +168,16 @@ impl State {
         // The next request of a compute node acknowledges all responses that it has received from
         // the memory node, so a lost acknowledgement in that direction has no effect.
         let crosses = moves && next.peer != Qpn::NONE && far != node && !self.is_memory_node(node);
-        let back = match crosses && !lost {
+        let mut back = match crosses && !lost {
             true => self.net.delay(far, node, now, false),
             false => Some(Time::ZERO),
         };
+        if next.kind == NextKind::Window
+            && let Some(takes_effect) = self.window_fault(node)
+        {
+            lost = !takes_effect;
+            back = back.filter(|_| lost);
+        }
         let stepped = nic.with_engine(|e| match (lost, back) {
             (true, _) => e.time_out(qpn, &mut completed),
             (false, None) => e.step_unanswered(qpn, now.as_ns(), &mut completed),
@@ -195,6 +201,11 @@ impl State {
             self.counters.delayed += (late != Time::ZERO) as u64;
             let there = answer + params.link.latency + late;
             (received, self.nodes[node.0 as usize].answered(&next, there))
+        };
+        // The requester's NIC reports the refusal of the responder after a while.
+        let answered = match stepped {
+            StepOutcome::Failed if moved => answered + params.nic.fault_report,
+            _ => answered,
         };
         for (cqn, count) in completed.drain(..) {
             let known = if cqn == send_cq { answered } else { received };

@@ -124,12 +124,20 @@ pub(crate) struct State {
     /// Fibers that run next, at the current time, unless the world is shuffled.
     pub next: VecDeque<FiberId>,
     pub net: Net,
+    /// Failures of the memory nodes' window operations, if there are any.
+    pub window_faults: Option<WindowFaults>,
     pub counters: Counters,
     pub ready: Vec<Qpn>,
     pub completed: Vec<(Cqn, u32)>,
     pub trace: Option<String>,
     pub watched: bool,
     pub observed: Option<Observed>,
+}
+
+/// Failures of the memory nodes' window operations: one in a number of them, at random.
+pub(crate) struct WindowFaults {
+    pub random: Random,
+    pub one_in: u64,
 }
 
 /// Sign bit of the difference of two sequence numbers of completions.
@@ -163,6 +171,7 @@ impl State {
             fibers: Vec::new(),
             next: VecDeque::new(),
             net: Net::new(seed, params.link.retry),
+            window_faults: None,
             params: params.clone(),
             counters: Counters::default(),
             ready: Vec::new(),
@@ -171,6 +180,17 @@ impl State {
             watched: false,
             observed: None,
         }
+    }
+
+    /// Returns whether the next window operation of a node fails; if so, whether it takes effect
+    /// nevertheless.
+    pub fn window_fault(&mut self, node: NodeId) -> Option<bool> {
+        if !self.is_memory_node(node) {
+            return None;
+        }
+        let faults = self.window_faults.as_mut()?;
+        let fails = faults.random.once_in(faults.one_in);
+        fails.then(|| faults.random.below(2) == 0)
     }
 
     /// Returns whether a node is a memory node: the first node, or a node behind the compute nodes.

@@ -18,7 +18,8 @@ use crate::ids::NodeId;
 use crate::net::Faults;
 use crate::params::Params;
 use crate::qp::Observed;
-use crate::state::{Counters, Event, State, VerbStall};
+use crate::random::Random;
+use crate::state::{Counters, Event, State, VerbStall, WindowFaults};
 use crate::time::Time;
 
 /// State that hooks and fibers share with the world.
@@ -98,6 +99,14 @@ impl Sim {
     /// Sets the network's faults from now on.
     pub fn set_faults(&self, faults: Faults) {
         self.shared.state.lock().net.set(faults);
+    }
+
+    /// Has one window operation in `one_in` of the memory nodes fail from now on, at random by
+    /// `seed`; 0 for none. Half of those take effect nevertheless.
+    pub fn fail_windows(&self, one_in: u64, seed: u64) {
+        let random = Random::new(seed, 2);
+        let faults = (one_in > 0).then_some(WindowFaults { random, one_in });
+        self.shared.state.lock().window_faults = faults;
     }
 
     /// Sets the clock that the programs of a node read from now on.

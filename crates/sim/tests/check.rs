@@ -162,11 +162,13 @@ fn patronus() {
     // With clocks beyond the assumed bound, honest clients use leases that have ended.
     assert!(counts.refusals[0] > 0);
     assert!(counts.refusals[1] > seeds(), "too few forged accesses");
+    assert!(counts.unopened > seeds() / 5, "too few window operations fail");
 }
 
 #[test]
 fn patronus_2() {
-    check_seeds(Case::of(schemes::PATRONUS_2));
+    let counts = check_seeds(Case::of(schemes::PATRONUS_2));
+    assert!(counts.unopened > seeds() / 5, "too few window operations fail");
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use pool::{Lane, Options, Scheme, Settings, Step, schemes};
+use pool::{DomainToken, Lane, LeaseTerms, Options, Others, Scheme, Settings, Step, schemes};
 use scheme::info::AccessKind;
 use scheme::{GroupId, NodeScheme};
 use sim::{Clock, Cluster, ClusterSpec, NodeId, Params, Time, VerbStall, fiber};
@@ -71,9 +71,8 @@ fn loop_of(
                     let grant = fiber::block_on(pool.allocate_in(GroupId(0))).expect("a chunk");
                     let granted = hooks.now();
                     fiber::block_on(pool.read(&grant, 0, &mut page)).expect("it is readable");
-                    // The published scheme does not clear.
-                    let clears = scheme != schemes::FINEMEM_PAPER;
-                    assert!(!clears || page.iter().all(|b| *b == 0), "old contents");
+                    // The published schemes do not clear.
+                    assert!(!scheme.clears() || page.iter().all(|b| *b == 0), "old contents");
                     let read = hooks.now();
                     fiber::block_on(pool.write(&grant, 0, &[7; 4096])).expect("it is writable");
                     let written = hooks.now();
@@ -104,9 +103,68 @@ fn clients_allocate_read_and_free_in_virtual_time() {
         println!("{scheme}: 1 client {one:.3?} us, 24 clients {many:.3?} us");
         assert!(one.iter().zip(&many).all(|(a, b)| a <= b), "more clients must not be faster");
         // A scheme with access by pages assigns a page number without a request.
-        let asks = scheme.access == AccessKind::OneSided;
+        let asks = scheme.access != AccessKind::Pages;
         assert!((!asks || one[0] > 2.0) && many[0] < 1000.0, "{one:?} {many:?}");
     }
+}
+
+/// Permissions that three compute nodes acquire, extend, use and revoke; `patronus-paper` and
+/// `unprotected` run on the same cluster. Returns the mean latency of an acquisition and of an
+/// extension, in virtual microseconds.
+fn lifecycles(scheme: Scheme) -> [f64; 2] {
+    const CLIENTS: u32 = 12;
+    const ROUNDS: u32 = 50;
+    let mut spec = spec(scheme, CLIENTS, 4);
+    (spec.compute_nodes, spec.settings.credits) = (3, 4);
+    let mut cluster = Cluster::new(&spec).expect("a cluster");
+    let domain = Some(DomainToken([1; 32]));
+    let options = Options { groups: Some(1), domain, ..Options::default() };
+    let processes: Vec<_> = (0..CLIENTS)
+        .map(|i| cluster.connect(NodeId(1 + (i % 3) as u16), options.clone()).expect("a process"))
+        .collect();
+    cluster.start();
+    let sums = Arc::new(Mutex::new([Time::ZERO; 2]));
+    let fibers: Vec<_> = processes
+        .iter()
+        .map(|process| {
+            let (pool, hooks, sums) = (process.pool.clone(), process.hooks.clone(), sums.clone());
+            cluster.sim.spawn("client", Time::us(1), move || {
+                let lease = Duration::from_millis(1);
+                let terms = LeaseTerms::shared_write(lease);
+                let allocated = fiber::block_on(pool.allocate_object(64, Others::Own, &terms));
+                let (object, first) = allocated.expect("an object");
+                fiber::block_on(pool.revoke(&first)).expect("it is revoked");
+                for round in 1..=ROUNDS {
+                    let start = hooks.now();
+                    let held = fiber::block_on(pool.acquire(&object, &terms)).expect("a holder");
+                    let acquired = hooks.now();
+                    fiber::block_on(pool.extend(&held, 2 * lease)).expect("it is extended");
+                    let extended = hooks.now();
+                    let added = fiber::block_on(pool.fetch_and_add(&held, 0, 1));
+                    assert_eq!(added.expect("it is writable"), u64::from(round - 1));
+                    fiber::block_on(pool.revoke(&held)).expect("it is revoked");
+                    let mut sums = sums.lock();
+                    sums[0] += acquired.since(start);
+                    sums[1] += extended.since(acquired);
+                }
+                fiber::block_on(pool.free_object(&object)).expect("it is freed");
+            })
+        })
+        .collect();
+    cluster.sim.run_to_end(&fibers).expect("they end");
+    assert_eq!(cluster.failure(), None);
+    cluster.with_scheme(|s| s.audit().expect("a consistent pool")).expect("the CPU becomes idle");
+    let sums = *sums.lock();
+    sums.map(|sum| sum.as_us() / f64::from(CLIENTS * ROUNDS))
+}
+
+#[test]
+fn schemes_with_leases_run_in_virtual_time() {
+    let [ours, published, unprotected] =
+        [schemes::PATRONUS, schemes::PATRONUS_PAPER, schemes::UNPROTECTED].map(lifecycles);
+    println!("patronus {ours:.2?} us, patronus-paper {published:.2?}, unprotected {unprotected:?}");
+    assert!(ours.iter().chain(&published).all(|us| *us > 1.0), "{ours:?} {published:?}");
+    assert_eq!(unprotected, [0.0; 2], "an acquisition is a call of a function");
 }
 
 /// Allocations per second of clients that only allocate, and the median latency in microseconds.

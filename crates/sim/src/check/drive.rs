@@ -117,6 +117,7 @@ impl<'a> World<'a> {
             for (node, clock) in (0..).map(NodeId).zip(&plan.clocks) {
                 cluster.sim.set_clock(node, *clock);
             }
+            cluster.sim.fail_windows(plan.window_faults, seed);
         }
         cluster.start();
         cluster.sim.watch();
@@ -198,6 +199,7 @@ impl<'a> World<'a> {
         // Aborts that are armed still happen, and the clients must detect them.
         self.aborts = None;
         self.cluster.sim.set_faults(Faults::default());
+        self.cluster.sim.fail_windows(0, self.seed);
         self.with_oracle(|o| o.note(|_| "nothing goes wrong from here on".into()));
         let by = self.cluster.sim.now() + FINISH;
         while !self.processes.is_empty() {

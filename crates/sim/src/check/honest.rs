@@ -46,8 +46,9 @@ pub(super) fn run(cx: Context, role: Role, mut random: Random) {
     let pool = loop {
         match connect(&cx) {
             Ok(pool) => break pool,
-            // Killed clients are not forgotten yet.
-            Err(Error::Refused { .. }) => fiber::sleep(Time::us(200 + random.below(2000))),
+            Err(e) if cx.may_connect_again(&e) => {
+                fiber::sleep(Time::us(200 + random.below(2000)));
+            }
             Err(e) => return cx.with_oracle(|o| o.error(cx.client, "connects", &e)),
         }
     };
@@ -407,7 +408,7 @@ type GrantFuture = Pin<Box<dyn Future<Output = Result<Grant, Error>>>>;
 
 /// Runs futures concurrently; `completed` is called with each result when it arrives.
 pub(super) async fn run_together<T>(
-    futures: Vec<Pin<Box<dyn Future<Output = T>>>>,
+    futures: Vec<Pin<Box<dyn Future<Output = T> + '_>>>,
     mut completed: impl FnMut(&T),
 ) -> Vec<T> {
     let mut futures: Vec<_> = futures.into_iter().map(Some).collect();

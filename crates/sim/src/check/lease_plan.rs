@@ -1,6 +1,6 @@
 //! The part of a scenario that only schemes with leases have: clocks, pauses, domains and limits.
 
-use pool::{Settings, schemes};
+use pool::{Scheme, Settings, schemes};
 use scheme::DomainToken;
 
 use crate::clock::Clock;
@@ -27,18 +27,30 @@ pub struct LeasePlan {
     pub permissions_max: u32,
     /// Setting `spares`.
     pub spares: u32,
+    /// One window operation of the memory node in this number fails; 0 for none.
+    pub window_faults: u64,
+    /// Whether permissions are windows of type 2, which are bound by operations on the QPs of
+    /// accesses.
+    pub has_qp_windows: bool,
+    /// Windows of the memory node's NIC, if they are too few for all clients and permissions.
+    pub windows: Option<u32>,
+    /// Whether two threads of a client use a permission at the same time.
+    pub has_threads: bool,
 }
 
 /// Largest difference of a clock's rate from that of virtual time, in parts per million.
 const RATE_PPM: i32 = 10_000;
 /// Upper bound of the difference of the rates of two such clocks: 1.01 / 0.99 is less than 1.0203.
 const PAIR_PPM: u32 = 20_300;
+/// Windows that the memory node allocates at an admission: those of permissions, and that of the
+/// lifetime words.
+const ADMISSION_WINDOWS: u32 = 33;
 /// Setting `lease_min_us`.
 pub(super) const LEASE_MIN_US: u64 = 50;
 
 impl LeasePlan {
-    /// Returns the plan that `seed` determines for a number of initial clients.
-    pub fn draw(seed: u64, clients: usize) -> Self {
+    /// Returns the plan that `seed` determines for a scheme and a number of initial clients.
+    pub fn draw(scheme: Scheme, seed: u64, clients: usize) -> Self {
         let r = &mut Random::new(seed, 104);
         let differ = r.below(4) != 0;
         let drift_is_bounded = !differ || r.below(4) != 0;
@@ -46,6 +58,17 @@ impl LeasePlan {
         // One domain, two domains, or none.
         let domains = 1 + r.below(2);
         let domain = |r: &mut Random| (r.below(8) != 0).then(|| r.below(domains) as u8);
+        // Newer options use another random sequence, so that worlds without them stay the same.
+        let more = &mut Random::new(seed, 105);
+        let has_windows = scheme != schemes::PATRONUS_MR;
+        let fails = has_windows && more.below(4) == 0;
+        let window_faults = if fails { *more.pick(&[2, 5, 20, 60]) } else { 0 };
+        let is_short = has_windows && more.below(8) == 0;
+        let windows = is_short.then(|| {
+            let clients = 1 + more.below(clients as u64) as u32;
+            clients * ADMISSION_WINDOWS + more.below(ADMISSION_WINDOWS.into()) as u32
+        });
+        let has_threads = more.below(3) == 0;
         Self {
             clocks,
             drift_ppm_max: if drift_is_bounded { PAIR_PPM } else { 100 },
@@ -55,6 +78,10 @@ impl LeasePlan {
             pauses: r.below(3) != 0,
             permissions_max: *r.pick(&[2, 8, 64]),
             spares: r.below(3) as u32,
+            window_faults,
+            has_qp_windows: scheme == schemes::PATRONUS_2,
+            windows,
+            has_threads,
         }
     }
 
@@ -78,6 +105,7 @@ impl LeasePlan {
             .with("lease_min_us", LEASE_MIN_US)
             .with("lease_max_us", self.lease_max_us)
             .with("permissions_max", self.permissions_max);
+        let settings = Settings { nic_windows: self.windows, ..settings };
         // Other keys are valid on one QP only, or have no spare QPs.
         match settings.scheme == schemes::PATRONUS {
             true => settings.with("spares", self.spares),
@@ -91,6 +119,11 @@ impl LeasePlan {
             clock.leap(offset);
         }
         self
+    }
+
+    /// Returns whether the memory node may be unable to open a range.
+    pub fn windows_may_fail(&self) -> bool {
+        self.window_faults > 0 || self.windows.is_some()
     }
 
     /// Returns a length of a pause: up to ten of the longest leases, most often about one.
@@ -109,7 +142,7 @@ mod tests {
     fn bounded_plans_have_clocks_within_their_bound() {
         let (mut bounded, mut beyond) = (0, 0);
         for seed in 0..200 {
-            let plan = LeasePlan::draw(seed, 3);
+            let plan = LeasePlan::draw(schemes::PATRONUS, seed, 3);
             assert_eq!((plan.clocks.len(), plan.domains.len()), (4, 3));
             let second = |clock: &Clock| {
                 clock.read(Time::us(1_000_000)).since(clock.read(Time::ZERO)).0 as f64

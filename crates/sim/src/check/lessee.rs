@@ -5,10 +5,9 @@
 //! contents of its range, and reports a violation if they differ.
 
 mod accesses;
+mod threads;
 
-use std::future::Future;
 use std::ops::Range;
-use std::pin::Pin;
 use std::time::Duration;
 
 use pool::{Error, Options, Pool};
@@ -16,7 +15,6 @@ use scheme::{GroupId, LeaseTerms, Object, Others, Permission, Right, Sharing};
 use verbs::Nic;
 
 use super::Context;
-use super::honest::run_together;
 use super::invariant::Invariant;
 use super::lease_plan::{LEASE_MIN_US, LeasePlan};
 use super::oracle::{Posted, Use};
@@ -48,23 +46,15 @@ struct Lessee {
     errors: u32,
 }
 
-/// Result of one of several requests at the same time.
-enum Raced {
-    Acquired(Result<Permission, Error>),
-    Extended(Result<Duration, Error>),
-    Revoked(Result<(), Error>),
-}
-
-type RacedFuture = Pin<Box<dyn Future<Output = Raced>>>;
-
 /// Program of the client's fiber.
 pub(super) fn run(cx: Context, role: Role, mut random: Random) {
     let plan = cx.leases.clone().expect("a scheme with leases");
     let pool = loop {
         match connect(&cx) {
             Ok(pool) => break pool,
-            // Killed clients are not forgotten yet.
-            Err(Error::Refused { .. }) => fiber::sleep(Time::us(200 + random.below(2000))),
+            Err(e) if cx.may_connect_again(&e) => {
+                fiber::sleep(Time::us(200 + random.below(2000)));
+            }
             Err(e) => return cx.with_oracle(|o| o.lease_error(cx.client, "connects", &e)),
         }
     };
@@ -103,6 +93,12 @@ fn len_of(permission: &Permission) -> u64 {
 impl Lessee {
     fn round(&mut self) {
         self.forget_expired();
+        if self.plan.has_threads && self.random.below(5) == 0 {
+            self.work_in_two_threads();
+        }
+        if self.plan.windows.is_some() && self.random.below(8) == 0 {
+            self.hoard();
+        }
         let room = self.held.len() < 6;
         match self.random.below(20) {
             0..=2 if room => self.allocate(),
@@ -297,6 +293,29 @@ impl Lessee {
         }
     }
 
+    /// Acquires permissions until the memory node refuses one: it has no window left, or the limit
+    /// of permissions is reached. Revokes them.
+    fn hoard(&mut self) {
+        let Some(posted) = self.some_object() else { return };
+        let lease = Duration::from_micros(self.plan.lease_max_us);
+        let terms = LeaseTerms::shared_read(lease).wait(Duration::ZERO);
+        let mut hoarded = Vec::new();
+        while self.errors <= PATIENCE && hoarded.len() <= self.plan.permissions_max as usize {
+            let group = self.group();
+            match fiber::block_on(self.pool.acquire_in(group, &posted.object, &terms)) {
+                Ok(permission) => {
+                    self.granted(&permission);
+                    hoarded.push(permission);
+                }
+                Err(e) => {
+                    self.acquired(&posted, &terms, Err(e));
+                    break;
+                }
+            }
+        }
+        hoarded.iter().for_each(|permission| self.revoke(permission));
+    }
+
     fn extend(&mut self) {
         let Some(at) = self.some_held() else { return };
         let permission = self.held[at].permission.clone();
@@ -478,47 +497,6 @@ impl Lessee {
                 format!("{name} frees a foreign object: {posted:?}")
             }),
             Err(e) => self.failed("frees an object of another client", &e),
-        }
-    }
-
-    /// Sends several requests that concern one permission at the same time.
-    fn race(&mut self) {
-        let Some(at) = self.some_held() else { return };
-        let held = self.held.swap_remove(at);
-        let permission = held.permission.clone();
-        let before = self.before_extension(&permission);
-        let kind = self.random.below(3);
-        let object = permission.object();
-        let board = self.cx.with_oracle(|o| o.board().to_vec());
-        let Some(posted) = board.into_iter().find(|posted| posted.object == object) else { return };
-        let terms = self.terms();
-        let mut requests: Vec<RacedFuture> = Vec::new();
-        for at in 0..2 {
-            let (pool, permission, terms) = (self.pool.clone(), permission.clone(), terms.clone());
-            let (by, group) = (self.some_extension(), self.group());
-            requests.push(match (kind, at) {
-                (0, _) | (1, 0) => {
-                    Box::pin(async move { Raced::Extended(pool.extend(&permission, by).await) })
-                }
-                (2, 0) => Box::pin(async move {
-                    Raced::Acquired(pool.acquire_in(group, &object, &terms).await)
-                }),
-                _ => Box::pin(async move { Raced::Revoked(pool.revoke(&permission).await) }),
-            });
-        }
-        let mut has_ended = false;
-        for raced in fiber::block_on(run_together(requests, |_| {})) {
-            match raced {
-                Raced::Extended(result) => self.extended(&permission, before, result),
-                Raced::Acquired(result) => self.acquired(&posted, &terms, result),
-                Raced::Revoked(result) => {
-                    has_ended = true;
-                    self.revoked(&permission, result);
-                }
-            }
-        }
-        if !has_ended {
-            self.held.push(held);
         }
     }
 

@@ -126,6 +126,18 @@ impl Context {
         Some(order.min(layout.order_max().raw()))
     }
 
+    /// Returns whether a client may try again to connect after this error.
+    fn may_connect_again(&self, error: &pool::Error) -> bool {
+        match error {
+            // Killed clients are not forgotten yet, or a window could not be bound.
+            pool::Error::Refused { .. } => true,
+            pool::Error::Verbs(_) => {
+                self.leases.as_ref().is_some_and(|plan| plan.windows.is_some())
+            }
+            _ => false,
+        }
+    }
+
     fn now(&self) -> Time {
         self.with_oracle(|o| o.now)
     }

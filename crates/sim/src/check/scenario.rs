@@ -130,7 +130,7 @@ impl Scenario {
                 role.hostile = at == 0 || more.below(4) == 0;
             }
         }
-        let leases = case.has_leases().then(|| LeasePlan::draw(seed, clients.len()));
+        let leases = case.has_leases().then(|| LeasePlan::draw(case.scheme, seed, clients.len()));
         for role in clients.iter_mut().filter(|_| leases.is_some()) {
             role.leases = more.below(4) != 0;
         }

@@ -25,10 +25,21 @@ impl Lessee {
         access: impl FnOnce(&Pool<SimNic>, &Permission) -> Result<T, Error>,
     ) -> Option<T> {
         let permission = self.held[at].permission.clone();
-        let client = self.cx.client;
-        let refusals = self.cx.with_oracle(|o| o.refusals(client));
+        let refusals = self.cx.with_oracle(|o| o.refusals(self.cx.client));
         let was_left = permission.left(self.now());
         let result = access(&self.pool, &permission);
+        self.used(&permission, what, (was_left, refusals), result)
+    }
+
+    /// Checks the outcome of an access against the client's belief. Before it, the client had this
+    /// time left, and this number of its accesses had been refused.
+    pub(super) fn used<T>(
+        &mut self,
+        permission: &Permission,
+        what: &str,
+        (was_left, refusals): (Duration, u32),
+        result: Result<T, Error>,
+    ) -> Option<T> {
         let believed_after = !permission.left(self.now()).is_zero();
         match result {
             Ok(_) if was_left.is_zero() => {
@@ -40,7 +51,7 @@ impl Lessee {
             Ok(result) => Some(result),
             Err(e) => {
                 let by = Use { believed_after, refusals };
-                self.cx.with_oracle(|o| o.use_failed(client, &by, &e));
+                self.cx.with_oracle(|o| o.use_failed(self.cx.client, &by, &e));
                 self.failed(what, &e);
                 None
             }

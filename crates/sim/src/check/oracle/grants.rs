@@ -180,7 +180,9 @@ impl Oracle {
         let may_be = match error {
             E::OutOfMemory { .. } => true,
             // Only network faults may cause these errors.
-            E::Access { .. } | E::ManagementBroken { .. } | E::Refused { .. } => !self.calm,
+            E::Access { .. } => !self.calm || self.window_faults_break_qps(),
+            E::ManagementBroken { .. } => !self.calm,
+            E::Refused { .. } => !self.calm || self.windows_may_fail(),
             _ => false,
         };
         if !may_be {

@@ -97,6 +97,8 @@ pub struct EventCounts {
     pub waits: u64,
     /// Leases that ended without the request of a client.
     pub expiries: u64,
+    /// Requests of honest clients for permissions that the memory node's NIC could not open.
+    pub unopened: u64,
     /// Accesses that the NIC refused, of honest clients and of hostile clients.
     pub refusals: [u64; 2],
     /// Accesses that took effect.
@@ -123,6 +125,7 @@ impl EventCounts {
         self.extensions += other.extensions;
         self.waits += other.waits;
         self.expiries += other.expiries;
+        self.unopened += other.unopened;
         pairs(&mut self.refusals, &other.refusals);
         self.accesses += other.accesses;
         self.deaths += other.deaths;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use pool::Error;
 use scheme::{Object, Others, Permission, Sharing};
-use schemes::patronus::book::PermissionId;
+use schemes::patronus::book::{PermissionId, PermissionState};
 use schemes::patronus::message::{ObjectId, PermissionNumber};
 
 use super::{Posted, wrong};
@@ -48,6 +48,16 @@ impl Oracle {
     pub fn trusts_clock(&self, client: ClientIndex) -> bool {
         let is_bounded = self.leases.as_ref().is_some_and(|leases| leases.drift_is_bounded);
         is_bounded && !self.clients[client].clock_stopped
+    }
+
+    /// Returns whether the memory node may be unable to open a range.
+    pub fn windows_may_fail(&self) -> bool {
+        self.leases.as_ref().is_some_and(|leases| leases.windows_may_fail)
+    }
+
+    /// Returns whether a window operation that fails breaks the QP of accesses.
+    pub fn window_faults_break_qps(&self) -> bool {
+        self.leases.as_ref().is_some_and(|leases| leases.breaks_qps)
     }
 
     fn believed(&self, belief: &Belief) -> bool {
@@ -109,7 +119,7 @@ impl Oracle {
     /// Checks an access of an honest client that failed although the library let it through.
     pub fn use_failed(&mut self, client: ClientIndex, by: &Use, error: &Error) {
         let was_refused = self.clients[client].refusals > by.refusals;
-        let may_judge = self.trusts_clock(client) && self.calm;
+        let may_judge = self.trusts_clock(client) && self.calm && !self.window_faults_break_qps();
         self.check_leases(|leases, oracle| {
             if was_refused && may_judge && (by.believed_after || !leases.has_stalls) {
                 let name = oracle.name(client);
@@ -126,6 +136,17 @@ impl Oracle {
         let id = self.clients[client].link.client()?;
         let id = PermissionId { client: id, number: PermissionNumber(number) };
         self.leases.as_ref()?.book.permission(id).map(|p| p.place.len)
+    }
+
+    /// Returns whether a client's permission is open at the memory node, and its lease lasts.
+    pub fn is_open(&self, client: ClientIndex, number: u64) -> bool {
+        let (Some(leases), Some(id)) = (&self.leases, self.clients[client].link.client()) else {
+            return false;
+        };
+        let id = PermissionId { client: id, number: PermissionNumber(number) };
+        leases.book.permission(id).is_some_and(|p| {
+            p.state == PermissionState::Open && p.deadline.is_none_or(|end| end > self.node_now)
+        })
     }
 
     /// Returns whether the memory node has noticed a permission of a client.
@@ -198,6 +219,7 @@ impl Oracle {
     pub fn lease_error(&mut self, client: ClientIndex, what: &str, error: &Error) {
         use Error as E;
         self.counts.errors[0] += 1;
+        self.counts.unopened += u64::from(matches!(error, E::Refused { .. }));
         self.note(|o| format!("{} {what}: {}", o.name(client), trace_text(error)));
         let may_be = match error {
             E::OutOfMemory { .. }
@@ -206,7 +228,9 @@ impl Oracle {
             | E::NotExtendable { .. }
             | E::NoSuchObject { .. }
             | E::TooMany { .. } => true,
-            E::Access { .. } | E::ManagementBroken { .. } => !self.calm,
+            E::Access { .. } => !self.calm || self.window_faults_break_qps(),
+            E::ManagementBroken { .. } => !self.calm,
+            E::Refused { .. } => self.windows_may_fail(),
             _ => false,
         };
         // A clock that is too slow lets accesses through that the NIC refuses.

@@ -54,6 +54,10 @@ pub(in crate::check) struct Leases {
     drift_is_bounded: bool,
     /// Whether a client's fiber may stand still.
     has_stalls: bool,
+    /// Whether window operations fail, or the NIC has few windows.
+    windows_may_fail: bool,
+    /// Whether a window operation that fails breaks the QP of accesses: windows of type 2.
+    breaks_qps: bool,
     /// The book after the last event.
     book: BookState,
     /// Changes of the book so far.
@@ -84,6 +88,8 @@ impl Leases {
             lease_max: Duration::from_micros(plan.lease_max_us),
             drift_is_bounded: plan.drift_is_bounded,
             has_stalls: has_stalls || plan.pauses,
+            windows_may_fail: plan.windows_may_fail(),
+            breaks_qps: plan.window_faults > 0 && plan.has_qp_windows,
             book: BookState::default(),
             changes: 0,
             waited: 0,
