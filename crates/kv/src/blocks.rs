@@ -99,6 +99,16 @@ pub trait Blocks {
     fn usage(&self) -> Usage;
 }
 
+/// The length of a block, as its readers know it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Length {
+    /// A slot or a list names the length.
+    Named,
+    /// The block has a list of pieces. A reader does not know its length, and reads to the end of
+    /// the slab.
+    Open,
+}
+
 /// Allocates blocks for an index that several compute nodes change.
 ///
 /// A compute node frees blocks that another one has allocated. The index waits until no compute
@@ -109,6 +119,16 @@ pub trait SharedBlocks {
 
     /// Allocates a block of at least `bytes`.
     fn allocate(&self, bytes: u32) -> impl Future<Output = Result<Place, Error>>;
+
+    /// Allocates a block of a value: any block but the parts of the index.
+    fn allocate_value(
+        &self,
+        bytes: u32,
+        length: Length,
+    ) -> impl Future<Output = Result<Place, Error>> {
+        let _ = length;
+        self.allocate(bytes)
+    }
 
     /// Frees a block. `bytes`: the length for which the block was allocated, rounded up to 32 B or
     /// not. An allocator without a list of all blocks needs the length.

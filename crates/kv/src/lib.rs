@@ -77,6 +77,7 @@
 //! | `table`, `search`, `uses` | what a compute node knows of a subtable; buckets of a key; uses of keys |
 //! | `shared` | the operations on an index that several compute nodes change |
 //! | [`region`] | the allocator that these compute nodes share |
+//! | [`leased`] | their index in objects of a scheme with leases |
 //! | [`check`] | runs of both modes by seed, checked for linearizability |
 //! | `ticket`, `gate` | order of operations on a key; writers and splits of a subtable |
 
@@ -89,6 +90,7 @@ mod error;
 mod gate;
 pub mod hash;
 pub mod layout;
+pub mod leased;
 pub mod memory;
 pub mod place;
 pub mod pooled;

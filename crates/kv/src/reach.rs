@@ -15,6 +15,8 @@ pub struct Range {
     pub bytes: u32,
     /// True if the operation changes the range.
     pub writes: bool,
+    /// True if no other client may have a right to the range meanwhile.
+    pub exclusive: bool,
 }
 
 /// A verb on remote memory.
@@ -67,6 +69,20 @@ impl Step<'_> {
         }
     }
 
+    /// Bytes that the verb reads or writes.
+    pub(crate) fn bytes(&self) -> usize {
+        match self {
+            Self::Read { into, .. } => into.len(),
+            Self::Write { from, .. } => from.len(),
+            Self::Cas { .. } | Self::Add { .. } => 8,
+        }
+    }
+
+    /// True for a verb that must not take effect twice.
+    pub(crate) fn is_atomic(&self) -> bool {
+        matches!(self, Self::Cas { .. } | Self::Add { .. })
+    }
+
     /// The same verb, for a shorter time.
     pub(crate) fn reborrow(&mut self) -> Step<'_> {
         match self {
@@ -101,20 +117,34 @@ pub enum Stopped {
     /// The connection broke. A verb that was posted may or may not have taken effect.
     #[error("accessing remote memory: the connection broke: {0}; connect and open the store again")]
     Lost(String),
+    /// The memory was freed, in memory that knows its blocks. Nothing that is posted together with
+    /// the access has to be repeated but READs and WRITEs.
+    #[error("accessing remote memory: the memory was freed: {0}; open the store again")]
+    Freed(String),
+    /// Another client has an exclusive right to the memory, and did not give it back in time.
+    #[error("accessing remote memory: another client has an exclusive right; try again")]
+    Busy,
 }
 
 /// Reaches remote memory for an index.
 ///
 /// The index knows no keys of regions and no allocation scheme: it names memory by address. An
-/// implementation over a pool finds the grant of an address; Patronus will acquire, extend and
-/// revoke permissions.
+/// implementation over a pool finds the grant of an address ([`pooled`](crate::pooled)), or
+/// acquires, extends and revokes permissions ([`leased`](crate::leased)).
 ///
 /// The futures need not be `Send`: a store runs on threads that run to completion.
 pub trait Reach {
     /// A right to a range, until [`Reach::close`].
     type Right;
 
-    /// Acquires the right to `range`. Ready at once where a right needs no message.
+    /// Acquires the right to `range`. Ready at once where a right needs no message. Waits until
+    /// other clients have no right that conflicts with an exclusive one.
+    ///
+    /// Memory in which any client may access anything gives all rights at once, also exclusive ones
+    /// to several clients. So an exclusive right saves work, and no algorithm may rely on it.
+    ///
+    /// # Errors
+    /// [`Stopped::Busy`] if other clients have kept a right for too long.
     fn open(&self, range: Range) -> impl Future<Output = Result<Self::Right, Stopped>>;
 
     /// Returns a right.
@@ -165,11 +195,7 @@ pub(crate) async fn run_with_rights<R: Reach>(
 }
 
 /// The range that a verb needs a right to.
-fn range_of(step: &Step<'_>) -> Range {
-    let (bytes, writes) = match step {
-        Step::Read { into, .. } => (into.len(), false),
-        Step::Write { from, .. } => (from.len(), true),
-        Step::Cas { .. } | Step::Add { .. } => (8, true),
-    };
-    Range { start: step.at(), bytes: bytes as u32, writes }
+pub(crate) fn range_of(step: &Step<'_>) -> Range {
+    let writes = !matches!(step, Step::Read { .. });
+    Range { start: step.at(), bytes: step.bytes() as u32, writes, exclusive: false }
 }

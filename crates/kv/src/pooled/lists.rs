@@ -13,9 +13,9 @@ use crate::place::Address;
 use crate::reach::{Step, Stopped};
 
 /// Steps of one list: as many as [`pool::Pool::run`] takes without an allocation.
-pub(super) const LIST: usize = 16;
+pub(crate) const LIST: usize = 16;
 /// Bytes of one list. Longer READs and WRITEs are divided.
-const LIST_BYTES: usize = 128 << 10;
+pub(crate) const LIST_BYTES: usize = 128 << 10;
 
 /// A chunk, and an offset in it.
 pub(super) type Located = (NodeGrant, u64);
@@ -26,7 +26,7 @@ pub(super) fn is_one_qp(a: &NodeGrant, b: &NodeGrant) -> bool {
 }
 
 /// A step in the pool's words.
-pub(super) fn to_pool<'a, N: Nic>(
+pub(crate) fn to_pool<'a, N: Nic>(
     step: &'a mut Step<'_>,
     grant: &'a Grant,
     offset: u64,
@@ -46,20 +46,15 @@ pub(super) fn to_pool<'a, N: Nic>(
 
 /// True if one list can have all steps, undivided.
 pub(super) fn is_one_list(steps: &[Step<'_>], grants: &[Located]) -> bool {
-    let bytes = |step: &Step<'_>| match step {
-        Step::Read { into, .. } => into.len(),
-        Step::Write { from, .. } => from.len(),
-        Step::Cas { .. } | Step::Add { .. } => 8,
-    };
     steps.len() <= LIST
-        && steps.iter().map(bytes).sum::<usize>() <= LIST_BYTES
+        && steps.iter().map(Step::bytes).sum::<usize>() <= LIST_BYTES
         && grants.windows(2).all(|pair| is_one_qp(&pair[0].0, &pair[1].0))
 }
 
 /// Verbs of one list, with the grants and the offsets in them.
 pub(super) type Part<'a> = SmallVec<[(Step<'a>, NodeGrant, u64); LIST]>;
 
-pub(super) fn stopped(error: pool::Error) -> Stopped {
+pub(crate) fn stopped(error: pool::Error) -> Stopped {
     let text = error.to_string();
     match error {
         pool::Error::List { status: Status::RemoteAccess, .. }
@@ -115,7 +110,7 @@ pub(super) fn divide<'a>(
 }
 
 /// Runs futures at the same time. Polls them in order, so that they post in order.
-pub(super) async fn join<F>(futures: impl Iterator<Item = F>) -> Result<(), Stopped>
+pub(crate) async fn join<F>(futures: impl Iterator<Item = F>) -> Result<(), Stopped>
 where
     F: Future<Output = Result<(), Stopped>>,
 {

@@ -7,7 +7,7 @@
 //! its slot are written in one round trip only if both are on the first memory node. If another
 //! memory node ends, its values are lost and the store goes on without it.
 
-mod lists;
+pub(crate) mod lists;
 mod nodes;
 mod whole;
 

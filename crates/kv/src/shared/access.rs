@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use super::words::PLACE_END;
 use super::{SharedStore, epochs};
-use crate::blocks::SharedBlocks;
+use crate::blocks::{Length, SharedBlocks};
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::place::{Address, Place};
@@ -54,13 +54,30 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
         self.settings.form == Form::Fused && self.reach.ordered(block, at)
     }
 
-    /// Allocates a block that no word names yet.
+    /// Allocates a block for a part of the index, which no word names yet.
     pub(super) async fn allocate(&self, bytes: usize) -> Result<Place, Error> {
         let mut place = self.blocks.allocate(bytes as u32).await?;
         if place.is_none() {
             // Words use place 0 for "none". The block stays allocated, so this happens once.
             place = self.blocks.allocate(bytes as u32).await?;
         }
+        self.check_place(place, bytes)
+    }
+
+    /// Allocates a block of a value, which no word names yet.
+    pub(super) async fn allocate_value(
+        &self,
+        bytes: usize,
+        length: Length,
+    ) -> Result<Place, Error> {
+        let mut place = self.blocks.allocate_value(bytes as u32, length).await?;
+        if place.is_none() {
+            place = self.blocks.allocate_value(bytes as u32, length).await?;
+        }
+        self.check_place(place, bytes)
+    }
+
+    fn check_place(&self, place: Place, bytes: usize) -> Result<Place, Error> {
         if place.bits() >= PLACE_END {
             self.blocks.release(place, bytes as u32);
             return Err(Error::Setting("mode `shared` has the memory nodes 0 to 63; use fewer"));

@@ -1,5 +1,7 @@
 //! Creation and opening of a shared store.
 
+use std::sync::Arc;
+
 use parking_lot::Mutex;
 
 use super::epochs::{Epochs, LINE, clients_of};
@@ -87,7 +89,7 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
             return Err(Error::Setting("mode `shared` has the memory nodes 0 to 63; use fewer"));
         }
         let client = register(&reach, block, slab, environment.random()).await?;
-        let epochs = Epochs::new(block, client, slab, environment.now());
+        let epochs = Arc::new(Epochs::new(block, client, slab, environment.now()));
         Ok(Self {
             reach,
             blocks,
@@ -103,6 +105,38 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
             buffers: Buffers::default(),
             counters: Counters::default(),
         })
+    }
+}
+
+impl<R, B: SharedBlocks, E> SharedStore<R, B, E> {
+    /// Another handle of this client, for another thread: with a way to remote memory, an
+    /// allocator and a cached directory of its own.
+    ///
+    /// All handles are one client in the epochs, so that one of them ticks for all. The client has
+    /// left when one of its handles [leaves](SharedStore::leave): the others must have ended.
+    pub fn fork(&self, reach: R, blocks: B, environment: E) -> Self {
+        Self {
+            reach,
+            blocks,
+            environment,
+            settings: self.settings.clone(),
+            root: self.root,
+            hasher: self.hasher.clone(),
+            shape: self.shape,
+            slab: self.slab,
+            epochs: self.epochs.clone(),
+            directories: std::array::from_fn(|_| Mutex::new(None)),
+            split: Mutex::default(),
+            buffers: Buffers::default(),
+            counters: Counters::default(),
+        }
+    }
+
+    /// Frees an index that no other client knows. Returns the allocator.
+    pub(crate) fn discard(self) -> B {
+        self.blocks.release(self.root, ROOT_BYTES as u32);
+        self.blocks.release(self.epochs.place(), self.epochs.block_bytes() as u32);
+        self.blocks
     }
 }
 
@@ -126,10 +160,8 @@ impl<R: Reach + Clone, E: Environment + Clone> SharedStore<R, RegionBlocks<R>, E
         if root == created.root {
             return Ok(created);
         }
-        // Another client was faster, and no client knows this index.
-        let blocks = created.blocks;
-        blocks.release(created.root, ROOT_BYTES as u32);
-        blocks.release(created.epochs.place(), created.epochs.block_bytes() as u32);
+        // Another client was faster.
+        let blocks = created.discard();
         Self::open(reach, blocks, environment, settings, root).await
     }
 }

@@ -102,8 +102,8 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
     ) -> Result<Fresh<'_, B>, Error> {
         let (blocks, epochs) = (&self.blocks, &self.epochs);
         let mut owned = Owned { known: Known::Nobody, list: SmallVec::new(), blocks, epochs };
-        let allocate = async |bytes: u32| {
-            let place = self.allocate(bytes as usize).await?;
+        let allocate = async |bytes: u32, length| {
+            let place = self.allocate_value(bytes as usize, length).await?;
             owned.list.push((place, bytes));
             Ok(place)
         };

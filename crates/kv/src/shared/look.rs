@@ -15,7 +15,7 @@ use crate::layout::directory::Entry;
 use crate::layout::table::{BucketWord, Shape, Slot, Spot};
 use crate::layout::{Malformed, class};
 use crate::place::{Address, Place};
-use crate::reach::{Reach, Step};
+use crate::reach::{Reach, Step, Stopped};
 use crate::search::{Buckets, View};
 use crate::store::pieces;
 use crate::store::trips::Trip;
@@ -135,17 +135,26 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
             };
             let verify = named.filter(|named| !named.is_fresh);
             let mut verified = [[0; 8]; 2];
-            {
+            let result = {
                 let mut steps = Steps::new();
-                steps.extend(along.take().map(|(at, from)| Step::Write { at, from }));
+                steps.extend(along.map(|(at, from)| Step::Write { at, from }));
                 if let Some(named) = verify {
                     let at = [self.root_word(db), named.at];
                     let reads = at.into_iter().zip(&mut verified);
                     steps.extend(reads.map(|(at, into)| Step::Read { at, into }));
                 }
                 steps.extend(self.read_buckets(place, &mut view));
-                self.run(&op.trip, &mut steps).await?;
+                self.run(&op.trip, &mut steps).await
+            };
+            match result {
+                // The cached word is of a subtable that was split and freed since.
+                Err(Error::Stopped(Stopped::Freed(_))) if verify.is_some() => {
+                    *self.directory(db).lock() = None;
+                    continue;
+                }
+                result => result?,
             }
+            along = None;
             if let Some(named) = verify {
                 let [root, word] = verified.map(u64::from_be_bytes);
                 if root & !DOUBLING != named.root {

@@ -33,6 +33,8 @@ mod split;
 mod tend;
 mod words;
 
+use std::sync::Arc;
+
 use parking_lot::Mutex;
 
 use self::directory::Directory;
@@ -58,6 +60,13 @@ pub enum SplitLock {
     /// For this many milliseconds. Then another client goes on with the split from what is in
     /// memory. A client whose lease has ended does no harm if it goes on too.
     Lease(u64),
+    /// By an exclusive right to the subtable's header ([`Reach::open`]), which ends by itself if
+    /// the client crashes or hangs. Then the next client that waits for the header goes on with the
+    /// split from what is in memory (Patronus §7.2.3). No clock of a client is read.
+    ///
+    /// Clients wait for the end of a split in [`Reach::open`], and not by looking again and again.
+    /// Over memory without exclusive rights, any number of clients split at once.
+    Exclusive,
 }
 
 /// Settings of a shared store.
@@ -111,7 +120,8 @@ pub struct SharedStore<R, B, E> {
     hasher: Hasher,
     shape: Shape,
     slab: u32,
-    epochs: Epochs,
+    /// Shared with the other handles of this client.
+    epochs: Arc<Epochs>,
     directories: [Mutex<Option<Directory>>; DATABASES],
     /// Subtables that were split, and that a directory may name still.
     split: Mutex<Vec<split::Old>>,

@@ -1,7 +1,7 @@
 //! Split of a subtable.
 //!
-//! 1. Lock the subtable. The lock only saves work: two clients that split one subtable at once do
-//!    no harm.
+//! 1. Lock the subtable: by a word of the header, or by an exclusive right to the header. The lock
+//!    only saves work: two clients that split one subtable at once do no harm.
 //! 2. Freeze all slots, each by a CAS, also the empty ones. Changes of the subtable wait from now
 //!    on. Readers do not.
 //! 3. Write two new subtables with the final slots, at the same indices.
@@ -30,7 +30,7 @@ use crate::layout::block::{HEADER_BYTES, Head};
 use crate::layout::table::{self, BUCKET_BYTES, BucketWord, Header, SLOTS, Slot, encode_header};
 use crate::layout::{put, word};
 use crate::place::Place;
-use crate::reach::{Reach, Step};
+use crate::reach::{Range, Reach, Step, Stopped};
 use crate::store::trips::Operation;
 
 /// Subtables that wait for the end of a doubling, until this client ends the doubling itself.
@@ -43,6 +43,13 @@ pub(super) struct Old {
     table: Place,
     word: BucketWord,
     new: [(BucketWord, Place); 2],
+}
+
+/// The error of a split.
+struct Failed {
+    /// True: this client has frozen no slot.
+    is_before: bool,
+    error: Error,
 }
 
 /// The bucket words of the two successors of a subtable.
@@ -71,7 +78,8 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
             return Ok(());
         }
         let now = self.environment.now();
-        if !is_unlocked(lock, now) || lock == 0 && !is_full {
+        let is_exclusive = self.settings.lock == SplitLock::Exclusive;
+        if !is_exclusive && (!is_unlocked(lock, now) || lock == 0 && !is_full) {
             return Ok(());
         }
         let whole = BucketWord::parse(whole).map_err(Error::malformed(table.at(0)))?;
@@ -85,23 +93,67 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
         let until = match self.settings.lock {
             SplitLock::Plain => u64::MAX,
             SplitLock::Lease(ms) => now.saturating_add(ms),
+            SplitLock::Exclusive => {
+                self.split_exclusively(op, key.db, table, whole).await?;
+                return self.bury(op).await;
+            }
         };
         let mine = lock_word(self.client(), until);
         if self.swap(&op.trip, at[0], lock, mine).await? != lock {
             return Ok(());
         }
+        if let Err(error) = self.prepare_and_split(key.db, table, whole).await {
+            if error.is_before {
+                self.swap(&op.trip, at[0], mine, lock).await?;
+            }
+            return Err(error.error);
+        }
+        self.bury(op).await
+    }
+
+    /// Splits `table` under an exclusive right to its header, unless another client has split the
+    /// table before.
+    async fn split_exclusively(
+        &self,
+        op: &Op<'_>,
+        db: u8,
+        table: Place,
+        whole: BucketWord,
+    ) -> Result<(), Error> {
+        let range =
+            Range { start: table.at(0), bytes: table::HEADER_BYTES, writes: true, exclusive: true };
+        let right = match self.reach.open(range).await {
+            Ok(right) => right,
+            Err(Stopped::Busy) => return Ok(()),
+            Err(stopped) => return Err(stopped.into()),
+        };
+        let result = match self.words(&op.trip, [table.at(SUCCESSOR)]).await {
+            Ok([0]) => {
+                self.prepare_and_split(db, table, whole).await.map_err(|failed| failed.error)
+            }
+            Ok([_]) => Ok(()),
+            Err(error) => Err(error),
+        };
+        self.reach.close(right).await;
+        result
+    }
+
+    /// Splits `table`, which this client has locked.
+    async fn prepare_and_split(
+        &self,
+        db: u8,
+        table: Place,
+        whole: BucketWord,
+    ) -> Result<(), Failed> {
         let split =
             Op { trip: self.counters.begin(Operation::Split), running: self.epochs.begin() };
         let mut places = Vec::new();
-        let prepared = self.prepare(&split, key.db, whole, &mut places).await;
-        if let Err(error) = prepared {
-            // Nothing is frozen yet by this client.
+        if let Err(error) = self.prepare(&split, db, whole, &mut places).await {
             places.into_iter().for_each(|place| self.free_table(place));
-            self.swap(&op.trip, at[0], mine, lock).await?;
-            return Err(error);
+            return Err(Failed { is_before: true, error });
         }
-        self.split(&split, key.db, table, whole, [places[0], places[1]]).await?;
-        self.bury(op).await
+        let result = self.split(&split, db, table, whole, [places[0], places[1]]).await;
+        result.map_err(|error| Failed { is_before: false, error })
     }
 
     /// Frees a subtable that no word has named.

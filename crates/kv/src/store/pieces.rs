@@ -7,6 +7,7 @@ use super::Key;
 use super::access::Steps;
 use super::scratch::{Buffers, Scratch};
 use super::trips::Trip;
+use crate::blocks::Length;
 use crate::error::Error;
 use crate::layout::block::{
     self, Block, HEADER_BYTES, Head, Kind, LIST_HEAD_BYTES, VALUE_MAX, list_bytes, list_head,
@@ -63,7 +64,7 @@ pub(crate) async fn encode<'s>(
     key: &Key<'_>,
     value: &[u8],
     expiry: u64,
-    mut allocate: impl AsyncFnMut(u32) -> Result<Place, Error>,
+    mut allocate: impl AsyncFnMut(u32, Length) -> Result<Place, Error>,
 ) -> Result<(Slot, Scratch<'s>), Error> {
     let bytes = key.bytes.len();
     // Half a slab, so that a list of pieces has room behind the key.
@@ -85,7 +86,7 @@ pub(crate) async fn encode<'s>(
     let length = string_bytes(bytes, value.len());
     let (code, place, encoded) = match code(store.slab(), length) {
         Some(code) => {
-            let place = allocate(length as u32).await?;
+            let place = allocate(length as u32, Length::Named).await?;
             let mut encoded = store.buffers().take();
             encoded.resize(length, 0);
             block::encode(place, &head, key.bytes, &[value], &mut encoded);
@@ -106,14 +107,14 @@ async fn write<'s>(
     trip: &Trip<'_>,
     (head, key): (&Head, &[u8]),
     value: &[u8],
-    mut allocate: impl AsyncFnMut(u32) -> Result<Place, Error>,
+    mut allocate: impl AsyncFnMut(u32, Length) -> Result<Place, Error>,
 ) -> Result<(Place, Scratch<'s>), Error> {
     let slab = store.slab() as usize;
     let mut entries = Vec::new();
     let mut lists = Vec::new();
     let mut steps = Steps::new();
     for piece in value.chunks(slab) {
-        let place = allocate(piece.len() as u32).await?;
+        let place = allocate(piece.len() as u32, Length::Named).await?;
         entries.extend_from_slice(&piece_word(place, piece.len() as u32).to_be_bytes());
         steps.push(Step::Write { at: place.at(0), from: piece });
     }
@@ -125,7 +126,7 @@ async fn write<'s>(
     let mut next = 0;
     for entries in others.chunks(each).rev() {
         let bytes = list_bytes(0, entries.len() / 8);
-        let place = allocate(bytes as u32).await?;
+        let place = allocate(bytes as u32, Length::Named).await?;
         let head = Head { key: 0, kind: Kind::Continuation, expiry: 0, ..*head };
         let mut list = vec![0; bytes];
         let begin = list_head(crc, entries.len() as u32 / 8, next);
@@ -136,7 +137,7 @@ async fn write<'s>(
     steps.extend(lists.iter().map(|(place, list)| Step::Write { at: place.at(0), from: list }));
     store.run(trip, &mut steps).await?;
     let length = list_bytes(key.len(), mine.len() / 8);
-    let place = allocate(length as u32).await?;
+    let place = allocate(length as u32, Length::Open).await?;
     let mut encoded = store.buffers().take();
     encoded.resize(length, 0);
     let head = Head { kind: Kind::Pieces, ..*head };

@@ -77,7 +77,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     ) -> Result<Fresh<'_, B>, Error> {
         let (stripe, spread) = (self.stripe(key.hash.upper), key.hash.upper);
         let mut parts = self.owned();
-        let allocate = async |bytes| Ok(parts.allocate_value(stripe, spread, bytes).await?);
+        let allocate = async |bytes, _| Ok(parts.allocate_value(stripe, spread, bytes).await?);
         let (word, encoded) = pieces::encode(self, trip, key, value, expiry, allocate).await?;
         Ok(Fresh { word, bytes: encoded, expiry, is_written: false, parts })
     }

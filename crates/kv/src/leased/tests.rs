@@ -1,0 +1,141 @@
+//! Permissions that end at any moment.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use pool::{DefaultNic, DomainToken, EmbeddedNode, Options};
+use verbs::executor::block_on;
+
+use super::*;
+use crate::memory::{Hand, Seeded};
+use crate::{Form, SetOptions, SplitLock};
+
+type Memory = LeasedMemory<DefaultNic>;
+
+/// A way to remote memory whose permissions end before some of its accesses, by seed.
+struct Losing {
+    memory: Memory,
+    random: Mutex<Seeded>,
+}
+
+impl Losing {
+    /// Ends all permissions at the memory node, or by the compute node's belief.
+    async fn lose(&self) {
+        let chance = self.random.lock().below(6);
+        let held = self.memory.shared.held.lock().all();
+        for permission in held {
+            match chance {
+                // The compute node believes in the permission, and the NIC refuses the access.
+                0 => {
+                    let until = permission.grant().until;
+                    self.memory.pool().revoke(&permission).await.expect("a revocation");
+                    permission.update(|lease| {
+                        lease.ended = false;
+                        lease.grant.until = until;
+                    });
+                }
+                1 => permission.update(|lease| lease.grant.until = Duration::ZERO),
+                _ => {}
+            }
+        }
+    }
+}
+
+impl Reach for Losing {
+    type Right = Option<Open>;
+
+    async fn open(&self, range: Range) -> Result<Self::Right, Stopped> {
+        self.memory.open(range).await
+    }
+
+    async fn close(&self, right: Self::Right) {
+        self.memory.close(right).await;
+    }
+
+    async fn run(&self, steps: &mut [Step<'_>]) -> Result<(), Stopped> {
+        // Between the look at a permission and its use, too.
+        for step in steps {
+            self.lose().await;
+            self.memory.run(std::slice::from_mut(step)).await?;
+        }
+        Ok(())
+    }
+
+    fn ordered(&self, a: Address, b: Address) -> bool {
+        self.memory.ordered(a, b)
+    }
+}
+
+fn memory(node: &Arc<EmbeddedNode>) -> Memory {
+    let domain = Some(DomainToken([1; 32]));
+    let options = Options { groups: Some(1), domain, ..Options::default() };
+    let pool = Pool::embedded_in(node, options).expect("a connection");
+    let settings = LeasedSettings { slab: 4096, objects: 4096, ..LeasedSettings::default() };
+    block_on(Memory::create(pool, 0, GroupId(0), settings)).expect("memory")
+}
+
+fn node() -> Arc<EmbeddedNode> {
+    let scheme = pool::schemes::find("patronus").expect("a scheme");
+    let settings = pool::Settings {
+        donate_bytes: 8 << 20,
+        chunk_bytes: 64 << 10,
+        scheme,
+        ..Default::default()
+    };
+    Arc::new(EmbeddedNode::start(&settings).expect("a memory node"))
+}
+
+#[test]
+fn permission_that_has_ended_costs_a_new_one_only() {
+    let node = node();
+    let memory = memory(&node);
+    let losing = Losing { memory: memory.clone(), random: Mutex::new(Seeded::new(3)) };
+    let lock = SplitLock::Exclusive;
+    let settings =
+        SharedSettings { form: Form::Fused, groups: Some(2), lock, ..Default::default() };
+    let store = SharedStore::create(losing, memory.clone(), Hand::new(1, 1), settings);
+    let store = block_on(store).expect("a store");
+    let (mut random, mut model) = (Seeded::new(5), BTreeMap::new());
+    for operation in 0..400_u64 {
+        let key = random.below(100).to_be_bytes();
+        let value = operation.to_be_bytes();
+        block_on(store.set(0, &key, &value, SetOptions::default())).expect("a write");
+        model.insert(key, value.to_vec());
+    }
+    for (key, value) in model {
+        assert_eq!(block_on(store.get(0, &key)).expect("a read"), Some(value));
+    }
+    assert!(memory.pool().stats().promotions > 10, "the NIC refused no access");
+}
+
+/// The steps before a refused one are not repeated.
+#[test]
+fn refused_list_goes_on_where_it_stopped() {
+    let node = node();
+    let memory = memory(&node);
+    let [counter, other] = [(); 2].map(|()| {
+        let place = block_on(crate::blocks::SharedBlocks::allocate(&memory, 1024));
+        place.expect("a block")
+    });
+    for round in 0..3 {
+        let name = memory.shared.layout.spot(other.at(0)).name;
+        let found = memory.shared.held.lock().find(name, &(0..8), pool::Right::Write);
+        let permission = found.expect("the permission of the allocation").0;
+        let until = permission.grant().until;
+        block_on(memory.pool().revoke(&permission)).expect("a revocation");
+        permission.update(|lease| {
+            lease.ended = false;
+            lease.grant.until = until;
+        });
+        let (mut old, mut last, word) = (0, 0, 7_u64.to_be_bytes());
+        let mut steps = [
+            Step::Add { at: counter.at(0), amount: 1, old: &mut old },
+            Step::Write { at: other.at(0), from: &word },
+            Step::Add { at: counter.at(0), amount: 0, old: &mut last },
+        ];
+        block_on(memory.run(&mut steps)).expect("a list");
+        assert_eq!((old, last), (round, round + 1));
+    }
+    assert!(memory.pool().stats().promotions > 0, "the NIC refused no access");
+}
