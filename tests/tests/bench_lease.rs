@@ -6,7 +6,7 @@ use bench_report::record::{Record, Statistic};
 use granary_tests::built;
 
 /// Operations with the number in flight.
-const OPERATIONS: [(&str, u64); 13] = [
+const OPERATIONS: [(&str, u64); 14] = [
     ("acquire, revoke", 1),
     ("acquire, revoke", 16),
     ("acquire, expire", 16),
@@ -17,17 +17,19 @@ const OPERATIONS: [(&str, u64); 13] = [
     ("READ under a permission", 1),
     ("READ under a grant", 1),
     ("acquire, 3 READs, expire", 1),
+    ("3 READs by RPC", 1),
     ("refused READ, READ", 1),
     ("allocate, free", 1),
     ("allocate, free", 16),
 ];
 
-const RATIOS: [&str; 6] = [
+const RATIOS: [&str; 7] = [
     "pairs_over_rpc_ratio",
     "expiring_over_pairs_ratio",
     "cas_over_rpc_ratio",
     "extended_over_reacquired_ratio",
     "permission_over_grant_ratio",
+    "reads_over_rpc_ratio",
     "spare_over_reset_ratio",
 ];
 

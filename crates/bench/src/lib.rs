@@ -19,6 +19,7 @@
 //! | [`kv`] | key-value stores, and servers of other projects under the same workloads |
 //! | [`lease`] | permissions with leases |
 //! | [`policy`] | replacement policies on fault traces |
+//! | [`queue`] | a concurrent queue under permissions with leases |
 //! | [`seal`] | sealing and opening of pages |
 //! | [`paper`] | the papers' experiments, under virtual time and on this machine |
 
@@ -38,6 +39,7 @@ pub mod paper;
 pub mod pingpong;
 pub mod policy;
 pub mod pool_access;
+pub mod queue;
 pub mod recovery;
 pub mod seal;
 pub mod timestamps;

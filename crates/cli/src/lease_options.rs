@@ -21,8 +21,8 @@ pub struct LeaseOptions {
     #[arg(long, value_name = "PERMISSIONS")]
     permissions: Option<u32>,
 
-    /// Limit of the memory of all objects of a domain in scheme patronus, and of each client
-    /// without a domain [default: no limit]
+    /// Limit of the memory of all objects of a domain in schemes patronus and rpc-data, and of each
+    /// client without a domain [default: no limit]
     #[arg(long, value_name = "SIZE")]
     domain_bytes: Option<Size>,
 
@@ -35,6 +35,12 @@ pub struct LeaseOptions {
     /// million; clients stop using a lease earlier by this share [default: 1000]
     #[arg(long, value_name = "PPM")]
     clock_drift_ppm: Option<u32>,
+
+    /// Period of QP polling in scheme patronus, in microseconds, and time limit of an answer: a
+    /// client whose queue pair does not answer loses all it has, also without a lease; 0: never
+    /// [default: 0]
+    #[arg(long, value_name = "US")]
+    poll_qps_us: Option<u64>,
 }
 
 impl LeaseOptions {
@@ -47,6 +53,7 @@ impl LeaseOptions {
             ("domain_bytes", self.domain_bytes.map(|size| json!(size.bytes()))),
             ("spares", self.spares.map(|count| json!(count))),
             ("clock_drift_ppm_max", self.clock_drift_ppm.map(|ppm| json!(ppm))),
+            ("poll_qps_us", self.poll_qps_us.map(|us| json!(us))),
         ]
         .into_iter()
         .filter_map(|(name, value)| Some((name, value?)))
@@ -81,6 +88,7 @@ mod tests {
             "--domain-bytes=2MiB",
             "--spares=3",
             "--clock-drift-ppm=9",
+            "--poll-qps-us=100",
         ]);
         let expected = Options {
             lease_min_us: 7,
@@ -89,6 +97,7 @@ mod tests {
             domain_bytes: Some(2 << 20),
             spares: 3,
             clock_drift_ppm_max: 9,
+            poll_qps_us: 100,
             ..Options::default()
         };
         assert_eq!(all, expected);
@@ -104,6 +113,7 @@ mod tests {
             spares,
             clock_drift_ppm_max,
             domain_bytes,
+            poll_qps_us,
             ..
         } = Options::default();
         assert_eq!(domain_bytes, None);
@@ -115,6 +125,7 @@ mod tests {
             ("domain_bytes", "no limit".into()),
             ("spares", spares.to_string()),
             ("clock_drift_ppm_max", clock_drift_ppm_max.to_string()),
+            ("poll_qps_us", poll_qps_us.to_string()),
         ] {
             let option = option_name(name);
             let mut arguments = command.get_arguments();

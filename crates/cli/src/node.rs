@@ -424,8 +424,16 @@ fn leases(lease: &LeaseStatus) -> [String; 3] {
         thousands(lease.notices),
         count(lease.busy, "request in vain", "requests in vain"),
     );
+    let polls = match lease.heartbeats {
+        0 => String::new(),
+        _ => format!(
+            "; {}, {}",
+            count(lease.heartbeats, "heartbeat", "heartbeats"),
+            count(lease.dead_qps, "client without an answer", "clients without an answer"),
+        ),
+    };
     let windows = format!(
-        "{}; {}, {}, {}; {}, {}",
+        "{}; {}, {}, {}; {}, {}{polls}",
         count(lease.windows, "window", "windows"),
         count(lease.binds, "bind", "binds"),
         count(lease.unbinds, "unbind", "unbinds"),
@@ -517,6 +525,8 @@ mod tests {
             windows: 17,
             spares: 18,
             qp_resets: 19,
+            heartbeats: 20,
+            dead_qps: 1,
         });
         let text = describe(&status);
         for part in [
@@ -524,7 +534,7 @@ mod tests {
             "permissions  4 now, 5 requests wait; so far 7,000 granted, 8 found extended, \
              9 renewed, 10 revoked, 11 expired, 12 marked as not extendable, 1 request in vain",
             "windows      17 windows; 14 binds, 15 unbinds, 16 handovers; 18 spare QPs, \
-             19 QPs re-established",
+             19 QPs re-established; 20 heartbeats, 1 client without an answer",
             "granary_lease_expiries_total 11",
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");

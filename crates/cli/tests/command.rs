@@ -39,11 +39,13 @@ fn wrong_command_line_exits_with_2_and_a_reason() {
         ),
         (
             &["serve", "--lease-max-us", "500"],
-            "--lease-max-us 500: only schemes patronus, patronus-2 and patronus-mr have",
+            "--lease-max-us 500: only schemes patronus, patronus-2, patronus-mr, \
+             patronus-paper and unprotected have",
         ),
         (
             &["serve", "--domain-bytes", "1MiB", "--scheme", "finemem"],
-            "--domain-bytes 1048576: only schemes patronus, patronus-2 and patronus-mr have",
+            "--domain-bytes 1048576: only schemes patronus, patronus-2, patronus-mr, \
+             patronus-paper, unprotected and rpc-data have",
         ),
         (
             &["serve", "--scheme=patronus", "--lease-max-us=40"],

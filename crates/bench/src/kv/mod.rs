@@ -29,7 +29,7 @@ pub mod protocol;
 pub mod server;
 pub mod store;
 pub mod workload;
-mod zipf;
+pub mod zipf;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;

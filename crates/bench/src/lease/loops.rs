@@ -54,14 +54,14 @@ pub struct Subject {
 }
 
 impl Subject {
-    /// Allocates the objects, if the scheme has any.
+    /// Allocates the objects, if the scheme has any. In scheme `rpc-data`, permissions are local.
     ///
     /// # Errors
     /// Errors of the pool.
     pub fn new(pool: Pool) -> Result<Self, Error> {
         let mut subject =
             Self { pool, objects: Vec::new(), permission: None, grant: None, next: 2 * LONG };
-        if subject.pool.has_leases() {
+        if subject.pool.has_objects() {
             let allocate = |_| -> Result<Object, Error> {
                 let terms = exclusive();
                 let pool = &subject.pool;
@@ -122,6 +122,11 @@ impl Subject {
                 timed(duration, || self.pool.read_blocking(grant, 0, &mut buffer()))
             }
             Measure::ThreeReads => self.three_reads(duration),
+            Measure::ThreeReadsByRpc => {
+                let permission = self.permission.as_ref().expect("a scheme with objects");
+                let read = || self.pool.read_blocking(permission, 0, &mut buffer());
+                timed(duration, || (0..READS).try_for_each(|_| read()))
+            }
             Measure::RefusedWithSpare | Measure::RefusedWithout => self.refused(duration),
             Measure::AllocatePair => timed(duration, || {
                 let grant = self.pool.allocate_blocking()?;

@@ -85,12 +85,14 @@ pub enum NodeKind {
     },
     /// Scheme `rpc-mw-2`: the baseline of acquisitions.
     RpcMw2,
+    /// Scheme `rpc-data`: the baseline of acquisitions with their READs.
+    RpcData,
 }
 
 impl NodeKind {
     /// The memory nodes of a round, in order.
-    pub const ALL: [Self; 3] =
-        [Self::Patronus { spares: 1 }, Self::RpcMw2, Self::Patronus { spares: 0 }];
+    pub const ALL: [Self; 4] =
+        [Self::Patronus { spares: 1 }, Self::RpcMw2, Self::RpcData, Self::Patronus { spares: 0 }];
 
     /// Settings of the memory node.
     pub fn settings(self, control: ControlMode) -> Settings {
@@ -110,6 +112,7 @@ impl NodeKind {
                 chunk_bytes: Settings::CHUNK_BYTES_MIN,
                 ..settings
             },
+            Self::RpcData => Settings { scheme: schemes::RPC_DATA, chunk_bytes: 4096, ..settings },
         }
         .with("control", control)
     }
@@ -145,6 +148,8 @@ pub enum Measure {
     ReadGrant,
     /// An acquisition and three READs. The lease ends by itself.
     ThreeReads,
+    /// Three READs that the memory node's CPU executes (scheme `rpc-data`).
+    ThreeReadsByRpc,
     /// A READ that the memory node's NIC refuses, and the next one that succeeds. The lane has a
     /// spare QP.
     RefusedWithSpare,
@@ -158,7 +163,7 @@ pub enum Measure {
 
 impl Measure {
     /// All measures, in the order of the tables.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::Pair,
         Self::AllocatePair,
         Self::Pairs,
@@ -171,6 +176,7 @@ impl Measure {
         Self::ReadPermission,
         Self::ReadGrant,
         Self::ThreeReads,
+        Self::ThreeReadsByRpc,
         Self::RefusedWithSpare,
         Self::RefusedWithout,
     ];
@@ -179,6 +185,7 @@ impl Measure {
     pub fn node(self) -> NodeKind {
         match self {
             Self::AllocatePair | Self::AllocatePairs => NodeKind::RpcMw2,
+            Self::ThreeReadsByRpc => NodeKind::RpcData,
             Self::RefusedWithout => NodeKind::Patronus { spares: 0 },
             _ => NodeKind::Patronus { spares: 1 },
         }
@@ -204,6 +211,7 @@ impl Measure {
             Self::ReadPermission => "READ under a permission",
             Self::ReadGrant => "READ under a grant",
             Self::ThreeReads => "acquire, 3 READs, expire",
+            Self::ThreeReadsByRpc => "3 READs by RPC",
             Self::RefusedWithSpare | Self::RefusedWithout => "refused READ, READ",
             Self::AllocatePair | Self::AllocatePairs => "allocate, free",
         }

@@ -53,19 +53,22 @@ pub enum Ratio {
     Extended,
     /// Time of a READ under a permission, over the time of one under a grant.
     Read,
+    /// Rate of three READs with their acquisition, over the rate of three READs by RPC.
+    Reads,
     /// Time from a refused READ to the next success with a spare QP, over the time without.
     Refused,
 }
 
 impl Ratio {
     /// All ratios, in the order of the tables.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Pair,
         Self::Pairs,
         Self::Expiring,
         Self::Extend,
         Self::Extended,
         Self::Read,
+        Self::Reads,
         Self::Refused,
     ];
 
@@ -77,6 +80,7 @@ impl Ratio {
             Self::Extend => "cas_over_rpc_ratio",
             Self::Extended => "extended_over_reacquired_ratio",
             Self::Read => "permission_over_grant_ratio",
+            Self::Reads => "reads_over_rpc_ratio",
             Self::Refused => "spare_over_reset_ratio",
         }
     }
@@ -90,6 +94,7 @@ impl Ratio {
             Self::Extend => (Measure::ExtendByCas, Measure::ExtendByRpc),
             Self::Extended => (Measure::Extended, Measure::Reacquired),
             Self::Read => (Measure::ReadPermission, Measure::ReadGrant),
+            Self::Reads => (Measure::ThreeReads, Measure::ThreeReadsByRpc),
             Self::Refused => (Measure::RefusedWithSpare, Measure::RefusedWithout),
         }
     }
@@ -118,6 +123,7 @@ impl Ratio {
             Self::Extend => return None,
             Self::Extended => Bound::AtLeast(if is_inline { 3.0 } else { 6.0 }),
             Self::Read => Bound::AtMost(1.1),
+            Self::Reads => Bound::AtLeast(1.5),
             Self::Refused => Bound::AtMost(0.1),
         })
     }
@@ -303,7 +309,7 @@ pub fn tables(results: &[Results]) -> Vec<(String, Table)> {
     for measure in Measure::ALL {
         let spares = match measure.node() {
             super::NodeKind::Patronus { spares } => Cell::count(spares.into()),
-            super::NodeKind::RpcMw2 => Cell::None,
+            super::NodeKind::RpcMw2 | super::NodeKind::RpcData => Cell::None,
         };
         let in_flight = Cell::count(measure.in_flight() as u64);
         let mut row = vec![Cell::text(measure.name()), in_flight, spares];

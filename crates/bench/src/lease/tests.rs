@@ -86,6 +86,13 @@ fn only_extension_by_rpc_asks_the_memory_node() {
 }
 
 #[test]
+fn reads_by_rpc_are_executed_by_the_memory_node() {
+    let (lease, _, stats) = run(Measure::ThreeReadsByRpc);
+    assert_eq!((lease.grants, stats.acquisitions), (0, 0));
+    assert!(stats.reads > 0 && stats.reads.is_multiple_of(3), "{stats:?}");
+}
+
+#[test]
 fn refused_reads_use_a_spare_or_a_reset() {
     let (lease, _, stats) = run(Measure::RefusedWithSpare);
     assert!(stats.promotions > 0, "{stats:?} {lease:?}");
@@ -165,7 +172,8 @@ fn ratios_above_one_mean_faster_or_longer() {
     close(Ratio::Pair, 2.0); // 1 us against 2 us: faster
     close(Ratio::Extend, 7.0 / 6.0);
     close(Ratio::Read, 10.0 / 11.0); // a quotient of times
-    close(Ratio::Refused, 13.0 / 14.0);
+    close(Ratio::Reads, 13.0 / 12.0);
+    close(Ratio::Refused, 14.0 / 15.0);
     assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
 }
 

@@ -2,12 +2,19 @@
 //!
 //! The loop is the same code under virtual time and on a clock; the two differ in their [`Thread`].
 
-use pool::{Options, Scheme, Settings};
+use std::any::Any;
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pool::schemes::patronus::Extension;
+use pool::{DomainToken, Object, Options, Scheme, Settings};
 use scheme::info::AccessKind;
 use serde_json::Value;
 
 use super::churn::{self, Churn};
 use super::measure::{Outcome, Thread};
+use super::patronus::{self, IndexWork, LeaseWork, QueueWork};
 use super::store::{self, StoreWork};
 use super::traces::{self, Replay};
 use crate::Error;
@@ -24,6 +31,10 @@ const STORE_SEND_BLOCKS: u32 = 128;
 
 /// Minimum of the requests that a connection may have in flight: the default of a memory node.
 const CREDITS: u32 = 16;
+
+/// Token of the domain of all connections of a load with leases. The memory nodes of a benchmark
+/// are private.
+const DOMAIN: DomainToken = DomainToken([0x7a; 32]);
 
 /// The loop body of every thread.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -45,6 +56,60 @@ pub enum Work {
     Replay(Replay),
     /// Uses a key-value store.
     Store(StoreWork),
+    /// Acquires, extends and ends permissions, in schemes with leases.
+    Lease(LeaseWork),
+    /// Uses an index in objects with leases, which all threads share.
+    Index(IndexWork),
+    /// Inserts into queues in objects with leases, which all threads share.
+    Queue(QueueWork),
+}
+
+/// Names of objects that the threads of a load share. Clones share the names.
+#[derive(Clone, Debug, Default)]
+pub struct SharedObjects(Arc<Mutex<Vec<Object>>>);
+
+impl SharedObjects {
+    /// Replaces the names.
+    pub fn set(&self, objects: Vec<Object>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = objects;
+    }
+
+    /// The names.
+    pub fn get(&self) -> Vec<Object> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// A shared value of any type.
+type Posted = Arc<dyn Any + Send + Sync>;
+
+/// Values that the threads of a load leave for each other, by number. Clones share the values.
+#[derive(Clone, Default)]
+pub struct Board(Arc<Mutex<HashMap<u32, Posted>>>);
+
+impl fmt::Debug for Board {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Board")
+    }
+}
+
+impl Board {
+    /// Leaves a value.
+    pub fn post(&self, number: u32, value: Posted) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(number, value);
+    }
+
+    /// The value with this number, if there is one of this type.
+    pub fn find<T: Send + Sync + 'static>(&self, number: u32) -> Option<Arc<T>> {
+        let values = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        values.get(&number)?.clone().downcast().ok()
+    }
+
+    /// Drops all values.
+    pub fn clear(&self) {
+        let values = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(values);
+    }
 }
 
 /// Parameters of one measurement.
@@ -63,13 +128,23 @@ pub struct Load {
     pub memory_nodes: u16,
     /// Threads, spread over the compute nodes.
     pub threads: u32,
-    /// True: the threads of a compute node share one connection, each with a QP group of its own.
+    /// True: the threads of a compute node share its connections, each with a QP group of its own.
     /// False: each thread has a connection of its own, and so its own management QPs.
     pub shared: bool,
+    /// Connections of each compute node whose threads share them.
+    pub connections_each: u32,
     /// See [`schemes::onesidedmw::Options::separation`].
     pub separation: bool,
     /// See [`schemes::finemem::Options::contention_control`].
     pub contention_control: bool,
+    /// Further settings of each memory node, by name: see [`Settings::with`].
+    pub node_options: Vec<(&'static str, Value)>,
+    /// See [`schemes::patronus::ClientOptions::extend`].
+    pub extension: Extension,
+    /// Names that the threads share, of [`Work::Lease`] and [`Work::Queue`].
+    pub objects: SharedObjects,
+    /// Values that the threads share, of [`Work::Index`].
+    pub board: Board,
     /// Additional idle connections.
     pub idle: u32,
     /// The threads' loop body.
@@ -89,8 +164,13 @@ impl Load {
             memory_nodes: 1,
             threads: 1,
             shared: false,
+            connections_each: 1,
             separation: true,
             contention_control: true,
+            node_options: Vec::new(),
+            extension: Extension::default(),
+            objects: SharedObjects::default(),
+            board: Board::default(),
             idle: 0,
             work,
             rounds,
@@ -104,7 +184,10 @@ impl Load {
 
     /// Connections to each memory node.
     pub fn connections(&self) -> u32 {
-        if self.shared { self.compute_nodes.into() } else { self.threads }
+        match self.shared {
+            true => u32::from(self.compute_nodes) * self.connections_each,
+            false => self.threads,
+        }
     }
 
     /// Threads of each connection.
@@ -112,11 +195,27 @@ impl Load {
         self.threads.div_ceil(self.connections())
     }
 
+    /// Requests that a connection may have in flight: one for each of its clients.
+    fn credits(&self) -> u32 {
+        let clients = match self.work {
+            Work::Lease(work) => work.clients,
+            Work::Queue(work) => work.clients,
+            _ => 1,
+        };
+        let all = self.threads_each() * clients;
+        all.next_power_of_two().clamp(CREDITS, Settings::CREDITS_MAX)
+    }
+
     /// Each memory node's settings.
     pub fn settings(&self) -> Settings {
         let each = match self.work {
             Work::AllocateAccess => self.rounds + self.warm_up(),
-            Work::Churn(_) | Work::Replay(_) | Work::Store(_) => 0,
+            Work::Churn(_)
+            | Work::Replay(_)
+            | Work::Store(_)
+            | Work::Lease(_)
+            | Work::Index(_)
+            | Work::Queue(_) => 0,
             Work::Access { .. } | Work::AllocateFree | Work::Words => 1,
         };
         // Extra chunks, because some are pre-registered or are being freed.
@@ -128,6 +227,14 @@ impl Load {
                 let each = work.chunks(self.rounds.into(), self.chunk_bytes);
                 (chunks + u64::from(self.threads) * each) * self.chunk_bytes
             }
+            Work::Index(work) => work.donated(self.threads, self.chunk_bytes),
+            Work::Queue(work) => {
+                let inserts = self.rounds + work.warm_up(self.threads);
+                work.donated(self.threads, inserts, self.chunk_bytes)
+            }
+            Work::Lease(work) => {
+                chunks * self.chunk_bytes + work.donated(self.threads, self.chunk_bytes)
+            }
             _ => chunks * self.chunk_bytes,
         };
         let mut settings = Settings {
@@ -136,7 +243,7 @@ impl Load {
             // One lane: each thread works on memory of its own.
             group_size: 2,
             // A chain restarts after this many requests, which costs a few extra steps.
-            credits: self.threads_each().next_power_of_two().clamp(CREDITS, Settings::CREDITS_MAX),
+            credits: self.credits(),
             groups_max: self.threads_each(),
             clients_max: self.connections() + self.idle,
             scheme: self.scheme,
@@ -152,17 +259,27 @@ impl Load {
                 settings = settings.with(name, value);
             }
         }
-        settings
+        let more = self.node_options.iter();
+        more.fold(settings, |settings, (name, value)| settings.with(name, value.clone()))
     }
 
     /// Options of each connection.
     pub fn options(&self) -> Options {
         let groups = Some(self.threads_each() as u16);
         let send_blocks = match self.work {
-            Work::Store(_) => STORE_SEND_BLOCKS,
+            Work::Store(_) | Work::Index(_) => STORE_SEND_BLOCKS,
+            // A request of each client.
+            Work::Lease(LeaseWork { clients, .. }) | Work::Queue(QueueWork { clients, .. }) => {
+                (SEND_BLOCKS * clients).next_power_of_two()
+            }
             _ => SEND_BLOCKS,
         };
-        Options { groups, send_blocks, ..Options::default() }
+        let mut options = Options { groups, send_blocks, ..Options::default() };
+        if let Work::Lease(_) | Work::Index(_) | Work::Queue(_) = self.work {
+            options.domain = Some(DOMAIN);
+            options.scheme.set("extend", self.extension);
+        }
+        options
     }
 }
 
@@ -175,6 +292,9 @@ pub fn run<T: Thread>(thread: &T, load: &Load, mut rng: Random) -> Result<Outcom
         Work::Churn(churn) => return Ok(churn::run(thread, load.rounds, churn, &mut rng)?),
         Work::Replay(replay) => return Ok(traces::run(thread, replay, &mut rng)?),
         Work::Store(work) => return store::run(thread, load.rounds, work, rng),
+        Work::Lease(work) => return patronus::run(thread, load, *work, rng),
+        Work::Index(work) => return patronus::run_index(thread, load, work, rng),
+        Work::Queue(work) => return patronus::run_queue(thread, load, *work, rng),
         _ => {}
     }
     let pool = thread.pool();
@@ -235,9 +355,12 @@ pub fn run<T: Thread>(thread: &T, load: &Load, mut rng: Random) -> Result<Outcom
                 outcome.allocate.record_ns(granted - start);
                 outcome.free.record_ns(thread.now_ns() - granted);
             }
-            Work::Churn(_) | Work::Replay(_) | Work::Store(_) => {
-                unreachable!("their loops are run above")
-            }
+            Work::Churn(_)
+            | Work::Replay(_)
+            | Work::Store(_)
+            | Work::Lease(_)
+            | Work::Index(_)
+            | Work::Queue(_) => unreachable!("their loops are run above"),
         }
     }
     let elapsed_ns = (thread.now_ns() - begin).max(1);

@@ -7,6 +7,8 @@ use scheme::GroupId;
 use verbs::Nic;
 
 use super::barrier::BarrierMember;
+use super::patronus::IndexOutcome;
+use super::patronus::outcome::LeaseOutcome;
 use bench_report::histogram::Latencies;
 
 /// Measurements of one thread, or of all threads together.
@@ -28,6 +30,10 @@ pub struct Outcome {
     pub retries: Retries,
     /// Measurements of key-value stores.
     pub store: StoreOutcome,
+    /// Measurements of clients that use leases.
+    pub lease: LeaseOutcome,
+    /// Measurements of clients of an index in objects with leases.
+    pub index: IndexOutcome,
 }
 
 /// Failed CASes of allocations.
@@ -88,6 +94,8 @@ impl Outcome {
         self.rate_per_s += other.rate_per_s;
         self.retries.join(&other.retries);
         self.store.join(&other.store);
+        self.lease.join(&other.lease);
+        self.index.join(&other.index);
     }
 }
 

@@ -1,7 +1,7 @@
 //! The papers' experiments, with the papers' numbers beside ours.
 //!
 //! ```text
-//!   onesidedmw.rs, finemem/   the lists of experiments (experiment.rs) and the claims they cover
+//!   onesidedmw.rs, finemem/, patronus/   the lists of experiments (experiment.rs) and their claims
 //!      │ loads                  (latency.rs, chain_queues.rs, registration.rs, ...)
 //!      ▼
 //!   Testbed ── simulated.rs: a model of the paper's cluster under virtual time
@@ -27,6 +27,7 @@ pub mod latency;
 pub mod load;
 pub mod measure;
 pub mod onesidedmw;
+pub mod patronus;
 pub mod picture;
 pub mod programs;
 pub mod registration;

@@ -106,10 +106,10 @@ pub fn lines(
     canvas: &Canvas<'_>,
 ) -> Result<Vec<PathBuf>, Error> {
     let Series { metric, statistic, across, ours } = *series;
-    let y = Axis::log(&if metric.ends_with("_per_s") {
-        "allocations per second".to_owned()
-    } else {
-        label(statistic, "latency")
+    let y = Axis::log(&match metric {
+        "alloc_rate_per_s" => "allocations per second".to_owned(),
+        _ if metric.ends_with("_per_s") => "operations per second".to_owned(),
+        _ => label(statistic, "latency"),
     });
     let mut lines = Lines::new(title, x, y);
     for scheme in &schemes(results) {

@@ -1,5 +1,8 @@
 //! Quick runs of all experiments: the shape of the results and the paper's order of the schemes.
 
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, OnceLock};
+
 use pool::{Endpoint, Options, Pool, Service, Settings};
 
 use super::experiment::{Experiment, Paper};
@@ -8,12 +11,12 @@ use super::results::{ClaimSummary, Provenance, ResultRow, Results};
 use super::simulated::SimulatedCluster;
 use super::store::{scale, sizes};
 use super::testbed::{Machine, Node, Testbed, inline};
-use super::{Extent, Run, finemem, registration};
+use super::{Extent, Run, finemem, patronus, registration};
 use crate::Error;
 use bench_report::progress::Progress;
 use bench_report::record::{Setting, Statistic};
 
-const PAPERS: [&Paper; 2] = [&PAPER, &finemem::PAPER];
+const PAPERS: [&Paper; 3] = [&PAPER, &finemem::PAPER, &patronus::PAPER];
 
 fn quick(testbed: &dyn Testbed, params: Option<&sim::Params>, experiment: &Experiment) -> Results {
     let bar = Progress::Silent.bar("paper", 1);
@@ -21,9 +24,22 @@ fn quick(testbed: &dyn Testbed, params: Option<&sim::Params>, experiment: &Exper
     experiment.run(&run, params).expect("the experiment runs")
 }
 
-fn simulated(paper: &Paper, experiment: &Experiment) -> Results {
-    let testbed = SimulatedCluster::new((paper.params)(), 1);
-    quick(&testbed, Some(testbed.params()), experiment)
+/// Results by paper and experiment.
+type Known = BTreeMap<(&'static str, &'static str), Arc<OnceLock<Results>>>;
+
+/// Results of a quick run on the paper's simulated cluster. Tests of one process share the run,
+/// whose results depend on nothing else.
+pub fn simulated(paper: &Paper, experiment: &Experiment) -> Results {
+    static KNOWN: Mutex<Known> = Mutex::new(BTreeMap::new());
+    let results = {
+        let mut known = KNOWN.lock().expect("no test panics with the lock");
+        known.entry((paper.name, experiment.name)).or_default().clone()
+    };
+    let run = || {
+        let testbed = SimulatedCluster::new((paper.params)(), 1);
+        quick(&testbed, Some(testbed.params()), experiment)
+    };
+    results.get_or_init(run).clone()
 }
 
 fn is(scheme: &str, key: &str, value: f64) -> impl Fn(&Setting) -> bool {
@@ -165,14 +181,20 @@ fn experiments_report_announced_claims_and_meet_fitted_ones() {
             }
             all_results.push(results);
         }
-        let summary = ClaimSummary::of(&without_stores);
-        let lines = summary.lines(paper.note);
-        assert!(3 * summary.within(0.1) >= 2 * summary.predicted.len(), "{lines:#?}");
-        // A store adds an index, splits and a client to the model, so its claims are met less well.
         let summary = ClaimSummary::of(&all_results);
         let lines = summary.lines(paper.note);
-        assert!(2 * summary.within(0.1) >= summary.predicted.len(), "{lines:#?}");
-        assert!(3 * summary.within(0.2) >= 2 * summary.predicted.len(), "{lines:#?}");
+        if paper.name == patronus::PAPER.name {
+            // Few of its numbers are of a workload that it states in full.
+            assert!(3 * summary.within(0.2) >= summary.predicted.len(), "{lines:#?}");
+        } else {
+            // A store adds an index, splits and a client to the model, so its claims are met less
+            // well.
+            assert!(2 * summary.within(0.1) >= summary.predicted.len(), "{lines:#?}");
+            assert!(3 * summary.within(0.2) >= 2 * summary.predicted.len(), "{lines:#?}");
+            let summary = ClaimSummary::of(&without_stores);
+            let lines = summary.lines(paper.note);
+            assert!(3 * summary.within(0.1) >= 2 * summary.predicted.len(), "{lines:#?}");
+        }
         for row in summary.predicted.iter().filter(|row| !row.is_within(0.2)) {
             let id = row.record.claim.as_deref().expect("a predicted row has a claim");
             assert!((paper.note)(id).is_some(), "the paper's notes must explain: {row:?}");

@@ -1,12 +1,12 @@
 //! Times of verbs that the memory node's CPU calls: registration of memory, binding and unbinding
-//! of windows.
+//! of windows, changes of QPs.
 
 use std::time::Duration;
 
 use verbs::wqe::Umr;
 use verbs::{
     Access, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, MemoryWindow, Nic, Op, QpAttr,
-    QueuePair, Receive, Rereg, WorkRequest,
+    QpChange, QueuePair, Receive, Rereg, WorkRequest,
 };
 
 use crate::Error;
@@ -25,6 +25,12 @@ pub struct VerbTimes {
     pub unbind: Latencies,
     /// Time to unbind a window and bind it again under a new key.
     pub rebind: Latencies,
+    /// Time to allocate a window.
+    pub allocate: Latencies,
+    /// Time to change the access flags of a QP.
+    pub flag: Latencies,
+    /// Time to re-establish one side of a connected QP.
+    pub reestablish: Latencies,
 }
 
 /// Times of a memory region.
@@ -145,5 +151,19 @@ fn windows<N: Nic>(
         pass_ns += now_ns() - start;
     }
     times.pass.record_ns(pass_ns / count as u64);
+    for round in 0..rounds {
+        let start = now_ns();
+        let window = nic.alloc_mw(pd)?;
+        let allocated = now_ns();
+        drop(window);
+        let access = if round % 2 == 0 { Access::REMOTE_READ } else { Access::REMOTE_ALL };
+        let changing = now_ns();
+        one.modify(QpChange::Access { access })?;
+        let changed = now_ns();
+        one.connect(other.qpn())?;
+        times.allocate.record_ns(allocated - start);
+        times.flag.record_ns(changed - changing);
+        times.reestablish.record_ns(now_ns() - changed);
+    }
     Ok(())
 }

@@ -88,10 +88,12 @@ pub struct Serve {
     /// up at each access), or patronus (clients share objects by permissions with leases, which the
     /// memory node's CPU grants). For comparison: patronus-2, patronus-mr (patronus with type-2
     /// windows and with regions); odrp (the NIC allocates pages at their first access); rpc-mw-2,
-    /// fine-mr, static-mr, ondemand-rpc (the memory node's CPU allocates on request); and, unsafe,
-    /// onesidedmw-paper (its chain as published), finemem-paper (finemem as published),
-    /// premmap-onesided (the compute node allocates from an array), rpc-mw-1, premmap-rpc,
-    /// shared-region (one key to all memory for every compute node). See docs/user/choosing.md
+    /// fine-mr, static-mr, ondemand-rpc (the memory node's CPU allocates on request); rpc-data (the
+    /// memory node's CPU also executes each read, write and atomic operation); and, unsafe,
+    /// onesidedmw-paper (its chain as published), finemem-paper, patronus-paper (finemem and
+    /// patronus as published), premmap-onesided (the compute node allocates from an array),
+    /// rpc-mw-1, premmap-rpc, shared-region, unprotected (one key to all memory for every compute
+    /// node). See docs/user/choosing.md
     #[arg(long, default_value_t = schemes::ONESIDEDMW, value_parser = schemes::find)]
     scheme: Scheme,
 

@@ -313,7 +313,12 @@ impl Kv {
         for shape in self.shapes() {
             for &scheme in &self.schemes {
                 if scheme.access != AccessKind::OneSided {
-                    let why = "transfers whole pages, and a store has shorter blocks";
+                    let why = match scheme.access {
+                        AccessKind::Pages => {
+                            "transfers whole pages, and a store has shorter blocks"
+                        }
+                        _ => "has grants without addresses, by which a store names its blocks",
+                    };
                     return Err(usage(format!("--schemes {scheme}: the scheme {why}")));
                 }
                 let chunk = Donation { memory: self.chunk, chunk: Some(self.chunk) };

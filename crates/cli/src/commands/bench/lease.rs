@@ -21,13 +21,13 @@ use crate::worker_process::WorkerProcess;
 ///
 /// Measures acquisition with revoke and with expiry beside allocation and free of scheme rpc-mw-2,
 /// extension of a lease by CAS beside extension by RPC and new acquisitions, READs under a
-/// permission beside READs under a grant, and refused READs with a spare QP beside those without.
-/// Then it measures how late leases end, how long a process waits for an object after the SIGKILL
-/// of its holder, and how often the memory node's CPU wakes up while no lease exists. The
-/// measurements of a ratio run by turns, and the ratio is the median over the turns. Targets are
-/// those of an idle machine with two cores. On inline the CPU polls in one part of the run and
-/// sleeps between requests in the other part; on shm it sleeps, because the NIC thread, the CPU and
-/// the client would share two cores.
+/// permission beside READs under a grant, three READs with their acquisition beside READs by RPC
+/// of scheme rpc-data, and refused READs with a spare QP beside those without. Then it measures how
+/// late leases end, how long a process waits for an object after the SIGKILL of its holder, and how
+/// often the memory node's CPU wakes up while no lease exists. The measurements of a ratio run by
+/// turns, and the ratio is the median over the turns. Targets are those of an idle machine with two
+/// cores. On inline the CPU polls in one part of the run and sleeps between requests in the other
+/// part; on shm it sleeps, because the NIC thread, the CPU and the client would share two cores.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Lease {

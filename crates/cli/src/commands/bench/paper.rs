@@ -11,7 +11,8 @@ use bench::paper::simulated::SimulatedCluster;
 use bench::paper::tdmem::Part;
 use bench::paper::testbed::{Machine, Node, Testbed};
 use bench::paper::{
-    Extent, Run, finemem, onesidedmw, sams as sams_paper, swap as swap_paper, tdmem as tdmem_paper,
+    Extent, Run, finemem, onesidedmw, patronus, sams as sams_paper, swap as swap_paper,
+    tdmem as tdmem_paper,
 };
 use bench_report::claims::Claims;
 use bench_report::record::Record;
@@ -107,6 +108,8 @@ enum PaperName {
     Onesidedmw,
     /// FineMem (OSDI'25): allocation by the compute nodes with one-sided operations
     Finemem,
+    /// Patronus (FAST'23): permissions with leases
+    Patronus,
     /// SAMS: programs on far memory, by the paths of a page fault
     Sams,
     /// TDMEM: sealed pages, and a memory node that checks every page
@@ -119,6 +122,7 @@ impl PaperName {
         match self {
             Self::Onesidedmw => Some(&onesidedmw::PAPER),
             Self::Finemem => Some(&finemem::PAPER),
+            Self::Patronus => Some(&patronus::PAPER),
             Self::Sams | Self::Tdmem => None,
         }
     }
@@ -132,6 +136,7 @@ Examples:
   granary bench paper onesidedmw --real-only --out results
   granary bench paper onesidedmw --simulated-only --json > onesidedmw.jsonl
   granary bench paper finemem --quick
+  granary bench paper patronus --simulated-only --experiment extend
   granary bench paper sams --quick
   granary bench paper tdmem --quick
   granary bench paper tdmem --experiment crypt --experiment stream

@@ -1,0 +1,185 @@
+//! Clients that load RACE while one of them crashes in a split (Patronus §7.2.3, figure 8 (a)).
+//!
+//! The published client crashes right after it has locked the subtable, when nothing has to be
+//! repaired. Here the client of the figure crashes within the split, and further runs crash after
+//! each verb of one. The lock is a word of the subtable's header (vanilla), or an exclusive
+//! permission.
+//!
+//! The paper does not state the rate of inserts. Here keys come at equal intervals, so that the
+//! load takes 360 epochs without a crash.
+
+use std::path::PathBuf;
+
+use super::contenders::{COMPUTE_NODES, CORES, Contender, PATRONUS, UNPROTECTED};
+use super::hash::{CHUNK_BYTES, entry_unit};
+use super::index_work::{IndexWork, Task};
+use crate::Error;
+use crate::paper::experiment::{Canvas, Experiment};
+use crate::paper::load::{Load, Work};
+use crate::paper::results::Results;
+use crate::paper::{Extent, Run, picture};
+use ::kv::SplitLock;
+use bench_report::plot::Axis;
+use bench_report::record::{Statistic, Unit};
+
+/// Figure 8 (a).
+pub const EXPERIMENT: Experiment = Experiment {
+    name: "resize-crash",
+    title: "Load of RACE while a client crashes in a split (§7.2.3, figure 8 (a))",
+    claims: &[],
+    steps: |run| lines(run).count() + verbs(run).count(),
+    run,
+    draw,
+};
+
+/// A line of the figure.
+struct Line {
+    contender: Contender,
+    lock: SplitLock,
+}
+
+const LINES: &[Line] = &[
+    Line { contender: UNPROTECTED.named("vanilla"), lock: SplitLock::Plain },
+    Line { contender: PATRONUS, lock: SplitLock::Exclusive },
+];
+
+/// The lines that run on this testbed.
+fn lines(run: &Run<'_>) -> impl Iterator<Item = &'static Line> + use<> {
+    let simulated = run.testbed.simulated();
+    LINES.iter().filter(move |line| simulated || line.contender.runs_here())
+}
+
+/// Microseconds of an epoch. The paper's axis has no unit; its public code samples every 100 us.
+const EPOCH_US: u64 = 100;
+/// Epoch of the crash (§7.2.3).
+const CRASH: u64 = 240;
+/// Epochs from the first key to the last one.
+const SPAN: u64 = 360;
+/// Epochs after which blocked clients give up.
+const END: u64 = 480;
+/// Epochs between two points of a line.
+const STEP: usize = 20;
+/// Verbs between the lock and the crash of the figure: in the middle of the freezing of slots.
+const WITHIN: u64 = 100;
+/// Groups of a subtable: 4 KiB.
+const GROUPS: u16 = 21;
+/// Lease of each permission (§7.3.1).
+const LEASE_US: u64 = 100;
+/// Lease of a split, which reads a header of each block of the subtable.
+const SPLIT_LEASE_US: u64 = 2_000;
+
+/// Verbs of a split of a subtable of one group, with some to spare.
+const VERBS: u64 = 96;
+
+/// Numbers of verbs after which a client crashes, in runs of their own.
+fn verbs(run: &Run<'_>) -> impl Iterator<Item = u64> + use<> {
+    let step = if run.extent == Extent::Quick { 12 } else { 1 };
+    (0..VERBS).step_by(step)
+}
+
+fn load(run: &Run<'_>, line: &Line, work: IndexWork) -> Load {
+    let (compute_nodes, each) = match (run.testbed.simulated(), run.extent) {
+        (true, Extent::Full) => (COMPUTE_NODES, 16),
+        (true, Extent::Quick) => (COMPUTE_NODES, 4),
+        (false, _) => (2, 1),
+    };
+    Load {
+        chunk_bytes: CHUNK_BYTES,
+        cores: CORES,
+        compute_nodes,
+        threads: each * u32::from(compute_nodes),
+        node_options: line.contender.options(),
+        ..Load::new(line.contender.scheme, Work::Index(work), 1)
+    }
+}
+
+fn run(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
+    for line in lines(run) {
+        figure(run, results, line)?;
+    }
+    every_verb(run, results)
+}
+
+/// Measures a line of the figure.
+fn figure(run: &Run<'_>, results: &mut Results, line: &Line) -> Result<(), Error> {
+    // Epochs of a loaded machine are longer than those of a cluster.
+    let scale = if run.testbed.simulated() { 1 } else { 10 };
+    let epoch_us = scale * EPOCH_US;
+    let work = IndexWork {
+        task: Task::Insert {
+            span_us: SPAN * epoch_us,
+            crash_us: CRASH * epoch_us,
+            verbs: WITHIN,
+            end_us: END * epoch_us,
+        },
+        keys: run.rounds(40_000).into(),
+        block_bytes: 64,
+        groups: GROUPS,
+        entry_unit: entry_unit(&line.contender),
+        lease_us: scale * LEASE_US,
+        revokes: false,
+        lock: line.lock,
+        split_lease_us: scale * SPLIT_LEASE_US,
+    };
+    let name = line.contender.name;
+    let outcome = run.load(name, &load(run, line, work))?.index;
+    // The key of the client that crashed is never inserted.
+    let keys = work.keys - outcome.crashes;
+    for epoch in (0..=END).step_by(STEP) {
+        let setting = run.setting(name).with("epoch", epoch);
+        let record = results.record(&setting, "load_ratio", Unit::Ratio);
+        let share = outcome.inserted(epoch * epoch_us) as f64 / keys as f64;
+        results.add(format!("{name}, epoch {epoch}: load"), record.mean(share));
+    }
+    let record = results.record(&run.setting(name), "crashes", Unit::Count);
+    results.add(format!("{name}: clients that crashed"), record.mean(outcome.crashes as f64));
+    Ok(())
+}
+
+/// Crashes a client after each verb of a split of a small subtable.
+fn every_verb(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
+    let line = &LINES[1];
+    let scale = if run.testbed.simulated() { 1 } else { 10 };
+    let (mut least, mut crashes) = (f64::INFINITY, 0);
+    for verbs in verbs(run) {
+        let work = IndexWork {
+            task: Task::Insert {
+                span_us: scale * 2_000,
+                crash_us: scale * 200,
+                verbs,
+                end_us: scale * 40_000,
+            },
+            keys: 120,
+            block_bytes: 64,
+            groups: 1,
+            entry_unit: entry_unit(&line.contender),
+            lease_us: scale * LEASE_US,
+            revokes: false,
+            lock: line.lock,
+            split_lease_us: scale * SPLIT_LEASE_US,
+        };
+        let what = format!("crash after {verbs} verbs");
+        let outcome = run.load(&what, &load(run, line, work))?.index;
+        let keys = work.keys - outcome.crashes;
+        least = least.min(outcome.inserted(u64::MAX) as f64 / keys as f64);
+        crashes += outcome.crashes;
+    }
+    let setting = run.setting("patronus").with("crash", "each verb");
+    let record = results.record(&setting, "least_load_ratio", Unit::Ratio);
+    let record = record.mean(least);
+    results.add("patronus, a crash after each verb of a split: load in the end, least", record);
+    let record = results.record(&setting, "crashes", Unit::Count).mean(crashes as f64);
+    results.add("patronus, a crash after each verb of a split: crashes", record);
+    Ok(())
+}
+
+fn draw(results: &Results, canvas: &Canvas<'_>) -> Result<Vec<PathBuf>, Error> {
+    let series = picture::Series {
+        metric: "load_ratio",
+        statistic: Statistic::Mean,
+        across: "epoch",
+        ours: "patronus",
+    };
+    let x = Axis::linear("epoch of 100 us");
+    picture::lines(results, &series, "Load of RACE; a client crashes at epoch 240", x, canvas)
+}
