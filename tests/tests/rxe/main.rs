@@ -13,6 +13,7 @@ mod finemem;
 mod kernel_answers;
 mod kernel_asks;
 mod mixed;
+mod patronus;
 
 use std::time::Instant;
 
@@ -165,6 +166,7 @@ fn nic_interoperates_with_kernel_soft_roce() -> Result<()> {
     })?;
 
     runner.run("finemem: chunks by READ, WRITE and CAS", |b| finemem::chunks(b, plain))?;
+    runner.run("patronus: leases by SEND and CAS", |b| patronus::leases(b, plain))?;
 
     let v6 = How { v6: true, ..plain };
     runner.bench.guest.link.start_capture(capture::PACKETS_MAX);
@@ -193,6 +195,8 @@ fn nic_interoperates_with_kernel_soft_roce() -> Result<()> {
     runner.run("impaired link, finemem: chunks by READ, WRITE and CAS", |b| {
         finemem::chunks(b, plain)
     })?;
+    runner
+        .run("impaired link, patronus: leases by SEND and CAS", |b| patronus::leases(b, plain))?;
     println!("the link: {:?}", runner.bench.guest.link.counts());
 
     let Runner { bench, passed, failed, .. } = runner;
