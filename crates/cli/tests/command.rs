@@ -45,7 +45,7 @@ fn wrong_command_line_exits_with_2_and_a_reason() {
         (
             &["serve", "--domain-bytes", "1MiB", "--scheme", "finemem"],
             "--domain-bytes 1048576: only schemes patronus, patronus-2, patronus-mr, \
-             patronus-paper, unprotected and rpc-data have",
+             rpc-data, patronus-paper and unprotected have",
         ),
         (
             &["serve", "--scheme=patronus", "--lease-max-us=40"],

@@ -102,7 +102,7 @@ impl SimHooks {
         self.params.node_cpu.control
     }
 
-    /// Wakes the running fiber at `at`, or before.
+    /// Wakes the running fiber at `at`, or before; at once if `at` has passed.
     pub(crate) fn wake_me_at(&self, at: Time) {
         let me = fiber::current().expect("only fibers wait");
         let mut state = self.shared.state.lock();

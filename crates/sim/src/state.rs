@@ -252,8 +252,10 @@ impl State {
         }
     }
 
-    /// Wakes a fiber at `deadline` unless it is woken before.
+    /// Wakes a fiber at `deadline` unless it is woken before; now if `deadline` has passed.
     pub fn set_deadline(&mut self, id: FiberId, deadline: Time) {
+        // A moment that a clock of a node gave may have passed: the fiber wakes now.
+        let deadline = deadline.max(self.now);
         let fiber = &mut self.fibers[id.0 as usize];
         fiber.deadline = Some(deadline);
         // Only one timer is pending; when it fires, a later one is set.
