@@ -27,6 +27,20 @@ impl<N: Nic> PeerQp<N> {
         Ok(self.qp.connect(self.peer)?)
     }
 
+    /// Connects the QP again before the memory node posts work of its own to it.
+    ///
+    /// The compute node may break its QP at any moment, also between the changes of state. Then the
+    /// QP stays in the error state and the work fails, but the memory node goes on.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] if the NIC has exited.
+    pub fn connect_for_work(&self) -> Result<(), Error> {
+        match self.qp.connect(self.peer) {
+            Err(verbs::Error::Refused { .. }) => Ok(()),
+            result => Ok(result?),
+        }
+    }
+
     /// Sets the initial state for the next connect.
     pub fn set_start(&mut self, start: Start) {
         self.peer = with_start(self.peer, start);

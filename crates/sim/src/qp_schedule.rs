@@ -179,7 +179,7 @@ impl State {
             back = back.filter(|_| lost);
         }
         let stepped = nic.with_engine(|e| match (lost, back) {
-            (true, _) => e.time_out(qpn, &mut completed),
+            (true, _) => e.time_out(qpn, now.as_ns(), &mut completed),
             (false, None) => e.step_unanswered(qpn, now.as_ns(), &mut completed),
             (false, Some(_)) => e.step_reported(qpn, now.as_ns(), &mut completed),
         });

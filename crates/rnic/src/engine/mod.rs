@@ -138,8 +138,13 @@ impl Engine {
     /// Fails the next WQE of `qpn` as if all its packets had been lost: its peer has executed
     /// nothing. For simulators of the network. Appends to `completed` as [`Engine::step_reported`]
     /// does.
-    pub fn time_out(&mut self, qpn: Qpn, completed: &mut Vec<(Cqn, u32)>) -> StepOutcome {
-        self.core.time_out(&mut self.wqe, qpn, completed)
+    pub fn time_out(
+        &mut self,
+        qpn: Qpn,
+        now_ns: u64,
+        completed: &mut Vec<(Cqn, u32)>,
+    ) -> StepOutcome {
+        self.core.time_out(&mut self.wqe, now_ns, qpn, completed)
     }
 
     /// Executes like [`Engine::step_reported`], but as if all responses were lost: the peer

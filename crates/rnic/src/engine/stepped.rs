@@ -217,12 +217,16 @@ impl Core {
     pub fn time_out(
         &mut self,
         wqe: &mut Fetched,
+        now_ns: u64,
         qpn: Qpn,
         completed: &mut Vec<(Cqn, u32)>,
     ) -> StepOutcome {
         let Some(qp) = self.queues.qps.get_mut(qpn.raw()) else { return StepOutcome::Nothing };
         let send = qp.send.as_mut().filter(|s| qp.state == QpState::ReadyToSend && s.pending() > 0);
-        let Some(send) = send else { return StepOutcome::Nothing };
+        let Some(send) = send else {
+            // An access of the peer may have broken the QP meanwhile: the WQE is flushed.
+            return self.step_reported(wqe, now_ns, qpn, completed);
+        };
         let ctrl = send.fetch(wqe);
         self.queues.leave(qpn);
         self.fail(qpn, &ctrl, verbs::cqe::Syndrome::RetryExceeded.into());

@@ -196,7 +196,7 @@ impl<N: Nic> State<N> {
     fn retry_failed(
         &mut self,
         shared: &Shared<N>,
-        tasks: &[DoorTask],
+        tasks: &mut [DoorTask],
         operations: &mut Vec<Operation>,
     ) -> Result<(), Error> {
         let failed: Vec<Operation> = operations.extract_if(.., |op| !op.done).collect();
@@ -209,7 +209,7 @@ impl<N: Nic> State<N> {
                     PostTo::Binder => peer.binder.connect(peer.binder.qpn())?,
                     PostTo::Lane(group, lane) => {
                         if let Some(path) = peer.access.get(group, lane) {
-                            path.connect()?;
+                            path.connect_for_work()?;
                         }
                     }
                 }
@@ -222,7 +222,7 @@ impl<N: Nic> State<N> {
         operations.retain(|op| op.opens.or(op.closes).is_none_or(|task| !again.contains(&task)));
         let mut repeated = Vec::new();
         for index in again {
-            let task = &tasks[index];
+            let task = &mut tasks[index];
             let client = task.id.client;
             let Some(peer) = self.peers.get_mut(&client) else { continue };
             peer.door.discard(task.id.number);
@@ -231,7 +231,9 @@ impl<N: Nic> State<N> {
                 |post| Operation { client, post, closes: None, opens: Some(index), done: false };
             match peer.door.open(&shared.nic, &opening, &peer.access) {
                 Change::Posts(posts) => repeated.extend(posts.into_iter().map(operation)),
-                Change::Done | Change::Impossible => {}
+                Change::Done => {}
+                // No window is left, and the task has no operation any more.
+                Change::Impossible => task.failed = true,
             }
         }
         self.post(&mut repeated)?;

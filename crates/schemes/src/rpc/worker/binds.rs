@@ -31,8 +31,7 @@ impl<N: Nic> State<N> {
             match (run[0].path, self.path(&run[0])) {
                 (None, Some(binder)) => binder.connect(binder.qpn())?,
                 (Some(_), Some(_)) => {
-                    let path = self.peer_path(&run[0]).expect("just seen");
-                    path.qp.connect(path.peer)?;
+                    self.peer_path(&run[0]).expect("just seen").connect_for_work()?;
                 }
                 _ => {}
             }
