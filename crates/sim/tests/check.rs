@@ -165,15 +165,138 @@ fn patronus() {
     assert!(counts.unopened > seeds() / 5, "too few window operations fail");
 }
 
+/// Seed 52317 of `patronus`: a bind failed, no window was left for its repetition, and the
+/// permission was granted with a key that opens nothing.
+#[test]
+fn permission_without_a_window_is_refused() {
+    let outcome = check::run(Case::of(schemes::PATRONUS), 52_317, false);
+    assert_eq!(outcome.violation, None);
+    assert!(outcome.counts.unopened > 0);
+}
+
 #[test]
 fn patronus_2() {
     let counts = check_seeds(Case::of(schemes::PATRONUS_2));
     assert!(counts.unopened > seeds() / 5, "too few window operations fail");
 }
 
+/// Seed 38242 of `patronus-2`: a hostile client broke its access QP while the memory node connected
+/// it again for a window operation, and the memory node's CPU ended. Seed 52727: an access of a
+/// hostile client broke a QP at the moment at which a window operation on it failed; the simulator
+/// did not flush the operation, for which the memory node waited.
+#[test]
+fn memory_node_outlives_qps_that_break_while_it_binds() {
+    for seed in [38_242, 52_727] {
+        let outcome = check::run(Case::of(schemes::PATRONUS_2), seed, false);
+        assert_eq!(outcome.violation, None, "seed {seed}");
+    }
+}
+
 #[test]
 fn patronus_mr() {
     check_seeds(Case::of(schemes::PATRONUS_MR));
+}
+
+/// Seed 57401 of `patronus-mr`: a mistake of the oracle. It blamed the NIC for a forbidden WQE that
+/// had not been executed yet, because the hostile client had paused.
+#[test]
+fn pause_of_a_hostile_client_is_no_privilege() {
+    let outcome = check::run(Case::of(schemes::PATRONUS_MR), 57_401, false);
+    assert_eq!(outcome.violation, None);
+}
+
+/// Honest clients, none of whose accesses is late: none is refused then.
+#[test]
+fn patronus_paper() {
+    let counts = check_seeds(Case::PUBLISHED_LEASES);
+    assert!(counts.extensions > seeds() && counts.waits > seeds() && counts.expiries > seeds());
+    assert_eq!(counts.refusals, [0, 0]);
+}
+
+/// A violation that an unsafe case must find: the invariant, and words of the description.
+type Hole = (Invariant, [&'static str; 2]);
+
+/// Checks that a case finds its holes in its first worlds.
+fn finds(case: Case, worlds: u64, holes: &[Hole]) {
+    assert!(case.unsafe_by_design.is_some() && !Case::ALL.contains(&case));
+    let run = |seed| Some((seed, check::run(case, seed, false).violation?));
+    let found: Vec<_> = (0..worlds).filter_map(run).collect();
+    for (invariant, words) in holes {
+        let is_it = |why: &str| words.iter().all(|word| why.contains(word));
+        let hole = found.iter().find(|(_, v)| v.invariant == *invariant && is_it(&v.why));
+        let Some((seed, violation)) = hole else {
+            panic!("{case}: {invariant:?}, {words:?} is not in {found:?}");
+        };
+        println!("{case}, seed {seed}: {violation}");
+    }
+}
+
+/// Checks that a case with one misuse finds its holes, and that the same clients find nothing in
+/// `patronus`. `attempts` counts what they try there.
+fn only_unsafe_form_has(name: &str, holes: &[Hole], attempts: fn(&EventCounts) -> u64) {
+    let (case, worlds) = (named(name), 100);
+    finds(case, worlds, holes);
+    let mut counts = EventCounts::default();
+    for seed in 0..worlds {
+        let outcome = check::run(Case { scheme: schemes::PATRONUS, ..case }, seed, false);
+        assert_eq!(outcome.violation, None, "{case} with patronus, seed {seed}");
+        counts.add(&outcome.counts);
+    }
+    println!("{case} with patronus: {} attempts", attempts(&counts));
+    assert!(attempts(&counts) > worlds / 10);
+}
+
+fn refused(counts: &EventCounts) -> u64 {
+    counts.refusals[1]
+}
+
+/// In `patronus-paper` the key that follows from a dead one opens the next holder's object.
+#[test]
+fn next_key_opens_the_next_holders_object() {
+    let exclusive = (Invariant::Exclusive, ["hostile", "without a permission"]);
+    only_unsafe_form_has("patronus-paper-guessed", &[exclusive], refused);
+}
+
+/// In `patronus-paper` keys of a freed object and of a former header open memory.
+#[test]
+fn late_key_opens_a_freed_object_and_a_former_header() {
+    let object = (Invariant::Dead, ["hostile", "8) by the key of an ended permission"]);
+    let header = (Invariant::Dead, ["hostile", "a lifetime by the key of an ended permission"]);
+    only_unsafe_form_has("patronus-paper-late-keys", &[object, header], refused);
+}
+
+/// In `patronus-paper` a permission for reading opens atomics, and a holder WRITEs its lifetime.
+#[test]
+fn holder_exceeds_its_permission() {
+    let atomic = (Invariant::Permissions, ["hostile", "by an atomic without a permission"]);
+    let lifetime = (Invariant::Permissions, ["hostile", "by a WRITE without a permission"]);
+    only_unsafe_form_has("patronus-paper-exceeded", &[atomic, lifetime], refused);
+}
+
+/// In `patronus-paper` a client acquires and frees objects of another domain.
+#[test]
+fn foreign_object_is_acquired_and_freed() {
+    let acquired = (Invariant::Permissions, ["hostile", "has a permission for a foreign object"]);
+    let freed = (Invariant::Permissions, ["hostile", "frees a foreign object"]);
+    // Some objects are of the client's own domain.
+    let granted = |counts: &EventCounts| counts.grants[1];
+    only_unsafe_form_has("patronus-paper-foreign", &[acquired, freed], granted);
+}
+
+/// In `unprotected` each client's key opens all objects, and no lease ends.
+#[test]
+fn unprotected_key_opens_every_object() {
+    let key = (Invariant::Permissions, ["hostile", "without a permission"]);
+    let lease = (Invariant::Bounded, ["client", "believes in"]);
+    only_unsafe_form_has("unprotected-abused", &[key, lease], refused);
+}
+
+/// In `patronus-paper` an extension of an honest client that arrives late reaches a header that
+/// may be that of another permission.
+#[test]
+fn late_extension_reaches_a_former_header() {
+    let header = (Invariant::Dead, ["client", "a lifetime by the key of an ended permission"]);
+    finds(Case::LATE_EXTENSIONS, 100, &[header]);
 }
 
 /// Only the rates of clocks matter: when a clock began to count changes no step.

@@ -39,7 +39,8 @@ Examples:
 #[command(after_help = CHECK_EXAMPLES)]
 pub struct Check {
     /// Case to check: a scheme, "onesidedmw-without-separation", "onesidedmw-without-grouping",
-    /// "onesidedmw-paper", "rpc-mw-1-guessed" or "shared-region-abused" (unsafe by design),
+    /// "onesidedmw-paper", "rpc-mw-1-guessed", "shared-region-abused", "unprotected-abused" or
+    /// "patronus-paper-guessed" (unsafe by design; an unknown name lists all cases),
     /// "kv-alone" or "kv-shared", or "all": every case that must hold
     #[arg(long, value_name = "SCHEME", default_value = "all")]
     scheme: String,

@@ -63,6 +63,12 @@ impl Headers {
         memory.addr() + at as u64 + LIFETIME
     }
 
+    /// Address of the lifetime of the permission in a slot; `None` if it has no header.
+    pub fn lifetime_of(&self, client: ClientId, slot: u32) -> Option<u64> {
+        let word = self.words.lock().get(&(client, slot)).copied()?;
+        Some(self.lifetime_addr(word.place))
+    }
+
     /// Writes the header of a permission, with lifetime 0.
     pub fn begin(&self, id: PermissionId, place: HeaderPlace, header: &Header) {
         let (memory, at) = self.at(place);

@@ -22,6 +22,11 @@ impl<N: Nic> LeaseView<N> {
         self.0.tables.memory(client)
     }
 
+    /// Address of the lifetime of the permission in a slot, in the published form.
+    pub fn lifetime(&self, client: ClientId, slot: u32) -> Option<u64> {
+        self.0.headers()?.lifetime_of(client, slot)
+    }
+
     /// Calls `look` with the book; `None` while another thread holds its lock.
     pub fn book<T>(&self, look: impl FnOnce(&Book) -> T) -> Option<T> {
         self.0.book.try_lock().map(|book| look(&book))

@@ -7,6 +7,8 @@ use pool::{Scheme, Settings, schemes};
 use scheme::info::{AccessKind, Isolation, ReleaseTime};
 use schemes::tdmem::TierSizes;
 
+use super::hostile::Misuse;
+
 /// A scheme and the settings that the seed does not determine.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Case {
@@ -26,6 +28,12 @@ pub struct Case {
     /// The reason why hostile clients can violate the scheme's protection, if the scheme is unsafe
     /// by design. Hostile clients then guess keys nevertheless.
     pub unsafe_by_design: Option<&'static str>,
+    /// The one misuse of leases that hostile clients make, of which each world then has one at
+    /// least. `None`: they try everything in a safe scheme, and there are none in an unsafe one.
+    pub misuse: Option<Misuse>,
+    /// Whether each access of an honest client arrives before its lease ends. The published form of
+    /// leases relies on it.
+    pub timely: bool,
 }
 
 impl Case {
@@ -39,11 +47,14 @@ impl Case {
             group_size: None,
             functions: 1,
             unsafe_by_design: None,
+            misuse: None,
+            timely: false,
         }
     }
 
-    /// Cases in which all invariants hold: every scheme but `onesidedmw-paper`, and `onesidedmw`
-    /// without separation and without grouping.
+    /// Cases in which all invariants hold: every scheme but `onesidedmw-paper` and `unprotected`,
+    /// and `onesidedmw` without separation and without grouping. In `patronus-paper` all clients
+    /// are honest, and none of their packets is late.
     pub const ALL: &[Case] = &[
         Self::of(schemes::ONESIDEDMW),
         Case {
@@ -77,6 +88,7 @@ impl Case {
             functions: 3,
             ..Self::of(schemes::FINEMEM_PAPER)
         },
+        Self::PUBLISHED_LEASES,
     ];
 
     /// `rpc-mw-1` with guessed keys: a key opens its window to any client.
@@ -110,6 +122,57 @@ impl Case {
         ..Self::of(schemes::SHARED_REGION)
     };
 
+    /// `patronus-paper` with honest clients, none of whose accesses is late.
+    pub const PUBLISHED_LEASES: Case = Case { timely: true, ..Self::of(schemes::PATRONUS_PAPER) };
+
+    /// `patronus-paper` with honest clients and late accesses.
+    pub const LATE_EXTENSIONS: Case = Case {
+        name: "patronus-paper-late",
+        unsafe_by_design: Some(
+            "an extension that arrives late reaches a lifetime that may be that of another client",
+        ),
+        ..Self::of(schemes::PATRONUS_PAPER)
+    };
+
+    /// Schemes with leases and without protection, each with hostile clients that make one misuse.
+    pub const MISUSED_LEASES: &[Case] = &[
+        Case {
+            name: "patronus-paper-guessed",
+            unsafe_by_design: Some("the key of a window follows from the key of its last holder"),
+            misuse: Some(Misuse::NextKey),
+            ..Self::PUBLISHED_LEASES
+        },
+        Case {
+            name: "patronus-paper-late-keys",
+            unsafe_by_design: Some(
+                "the keys of a freed object and of a header open memory after their permission",
+            ),
+            misuse: Some(Misuse::LateKeys),
+            ..Self::PUBLISHED_LEASES
+        },
+        Case {
+            name: "patronus-paper-exceeded",
+            unsafe_by_design: Some(
+                "a permission for reading opens atomics, and a holder can write its lifetime",
+            ),
+            misuse: Some(Misuse::Excess),
+            ..Self::PUBLISHED_LEASES
+        },
+        Case {
+            name: "patronus-paper-foreign",
+            unsafe_by_design: Some("every client can acquire and free every object"),
+            misuse: Some(Misuse::ForeignObjects),
+            ..Self::PUBLISHED_LEASES
+        },
+        Case {
+            name: "unprotected-abused",
+            unsafe_by_design: Some("every client has the key to all memory, and no lease ends"),
+            misuse: Some(Misuse::OwnKeyElsewhere),
+            timely: true,
+            ..Self::of(schemes::UNPROTECTED)
+        },
+    ];
+
     /// `finemem` with blocks of one chunk up to several sections. A world takes a hundred times as
     /// long as usual.
     pub const SIZES: Case =
@@ -121,9 +184,10 @@ impl Case {
             &Self::GUESSED,
             &Self::LATE_KEYS,
             &Self::ONE_KEY,
+            &Self::LATE_EXTENSIONS,
             &Self::SIZES,
         ];
-        Self::ALL.iter().chain(others)
+        Self::ALL.iter().chain(others).chain(Self::MISUSED_LEASES)
     }
 
     /// Returns the names of all cases, including the unsafe ones.
@@ -134,7 +198,11 @@ impl Case {
     /// Returns whether clients may be hostile, which needs a scheme with protection against them.
     pub(super) fn may_be_hostile(&self) -> bool {
         let is_protected = self.scheme.clears() && self.scheme.isolation != Isolation::SharedRegion;
-        is_protected || self.unsafe_by_design.is_some()
+        is_protected
+            || match self.has_leases() {
+                true => self.misuse.is_some(),
+                false => self.unsafe_by_design.is_some(),
+            }
     }
 
     /// Applies the case to `settings`.
@@ -159,6 +227,8 @@ impl Case {
                 let fast = settings.chunks() / 3 * settings.chunk_bytes;
                 settings.with("seed", 1).with("tiers", TierSizes { fast, dram: None })
             }
+            // The contents of memory are checked, too.
+            false if scheme == schemes::PATRONUS_PAPER => settings.with("clear", true),
             false => settings,
         };
         if self.separation { settings } else { settings.with("separation", false) }
@@ -170,13 +240,30 @@ impl Case {
         self.scheme.is_by_cas()
     }
 
-    /// Returns whether keys are valid before their chunk is granted and open to any holder of the
-    /// key. The oracle then judges accesses instead of keys.
+    /// Returns whether keys are open to any holder of the key, and valid before their chunk is
+    /// granted or after its permission has ended. The oracle then judges accesses instead of keys.
     pub(super) fn is_bound_ahead(&self) -> bool {
         let isolation = self.scheme.isolation;
         let is_open = matches!(isolation, Isolation::SharedWindowsAhead | Isolation::SharedRegion);
-        let ahead = self.is_trusting() || is_open;
+        let ahead = self.is_trusting() || is_open || self.scheme == schemes::PATRONUS_PAPER;
         ahead && self.scheme.isolation != Isolation::GuardedWindows
+    }
+
+    /// Returns whether freed memory is cleared.
+    pub(super) fn clears(&self) -> bool {
+        self.scheme.clears() || self.scheme == schemes::PATRONUS_PAPER
+    }
+
+    /// Returns whether the memory node looks at the rights of compute nodes that acquire or free an
+    /// object.
+    pub(super) fn has_rights(&self) -> bool {
+        ![schemes::PATRONUS_PAPER, schemes::UNPROTECTED].contains(&self.scheme)
+    }
+
+    /// Returns whether an access needs no permission of the memory node, although the scheme has
+    /// leases.
+    pub(super) fn has_no_permissions(&self) -> bool {
+        self.scheme == schemes::UNPROTECTED
     }
 
     /// Returns whether each grant has keys of its own.

@@ -178,7 +178,7 @@ impl Honest {
         for result in fiber::block_on(run_together(requests, report)) {
             match result {
                 Ok(grant) => {
-                    let bytes = match self.cx.case.scheme.clears() {
+                    let bytes = match self.cx.case.clears() {
                         true => vec![0; grant.len as usize],
                         false => self.cx.with_oracle(|o| o.contents(grant.entry.raw())),
                     };

@@ -60,10 +60,11 @@ impl LeasePlan {
         let domain = |r: &mut Random| (r.below(8) != 0).then(|| r.below(domains) as u8);
         // Newer options use another random sequence, so that worlds without them stay the same.
         let more = &mut Random::new(seed, 105);
-        let has_windows = scheme != schemes::PATRONUS_MR;
+        let has_windows = ![schemes::PATRONUS_MR, schemes::UNPROTECTED].contains(&scheme);
         let fails = has_windows && more.below(4) == 0;
         let window_faults = if fails { *more.pick(&[2, 5, 20, 60]) } else { 0 };
-        let is_short = has_windows && more.below(8) == 0;
+        // The windows of the published form belong to cores, not to compute nodes.
+        let is_short = has_windows && more.below(8) == 0 && scheme != schemes::PATRONUS_PAPER;
         let windows = is_short.then(|| {
             let clients = 1 + more.below(clients as u64) as u32;
             clients * ADMISSION_WINDOWS + more.below(ADMISSION_WINDOWS.into()) as u32
@@ -111,6 +112,13 @@ impl LeasePlan {
             true => settings.with("spares", self.spares),
             false => settings,
         }
+    }
+
+    /// Has each access of an honest client arrive before its lease ends: clocks keep to the bound,
+    /// no client stands still at a verb, and no permission is revoked while another thread uses it.
+    pub fn be_timely(&mut self) {
+        (self.drift_ppm_max, self.drift_is_bounded) = (PAIR_PPM, true);
+        (self.pauses, self.has_threads) = (false, false);
     }
 
     /// Returns the plan with clocks that began to count at other times.

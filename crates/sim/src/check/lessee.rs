@@ -11,8 +11,9 @@ use std::ops::Range;
 use std::time::Duration;
 
 use pool::{Error, Options, Pool};
+use scheme::lease::Lease;
 use scheme::{GroupId, LeaseTerms, Object, Others, Permission, Right, Sharing};
-use verbs::Nic;
+use verbs::{Key, Nic};
 
 use super::Context;
 use super::invariant::Invariant;
@@ -88,6 +89,12 @@ fn range_of(permission: &Permission) -> Range<u64> {
 fn len_of(permission: &Permission) -> u64 {
     let range = range_of(permission);
     range.end - range.start
+}
+
+/// Returns the keys of a permission, with that of its lifetime if it has one.
+fn keys_of(lease: &Lease) -> Vec<Key> {
+    let lifetime = lease.header.map(|header| header.rkey);
+    lease.grant.keys().iter().copied().chain(lifetime).collect()
 }
 
 impl Lessee {
@@ -178,7 +185,7 @@ impl Lessee {
     fn granted(&mut self, permission: &Permission) {
         let (client, lease) = (self.cx.client, permission.lease());
         self.cx.with_oracle(|o| {
-            o.lease_granted(client, lease.number, lease.grant.keys());
+            o.lease_granted(client, lease.number, &keys_of(&lease));
             o.believes(client, permission);
         });
     }
@@ -232,7 +239,10 @@ impl Lessee {
                 && (posted.owner == client || is_member && posted.others != Others::None)
         };
         let usable: Vec<_> = board.iter().filter(may_acquire).copied().collect();
-        let from = if usable.is_empty() || self.random.below(6) == 0 { board } else { usable };
+        let from = match self.cx.case.has_rights() {
+            true if usable.is_empty() || self.random.below(6) == 0 => board,
+            _ => usable,
+        };
         // The latest objects are in use.
         let recent = &from[from.len().saturating_sub(4)..];
         (!recent.is_empty()).then(|| *self.random.pick(recent))
@@ -249,10 +259,21 @@ impl Lessee {
         }
     }
 
+    /// Returns terms for an object: within the client's rights if the memory node does not look at
+    /// them.
+    fn terms_for(&mut self, posted: &Posted) -> LeaseTerms {
+        let terms = self.terms();
+        let may_write = posted.owner == self.cx.client || posted.others > Others::Read;
+        match may_write || self.cx.case.has_rights() {
+            true => terms,
+            false => LeaseTerms { right: Right::Read, ..terms },
+        }
+    }
+
     fn acquire(&mut self) {
         let Some(posted) = self.some_object() else { return };
         let range = self.some_range(posted.object.len);
-        let terms = LeaseTerms { range, ..self.terms() };
+        let terms = LeaseTerms { range, ..self.terms_for(&posted) };
         let group = self.group();
         let result = fiber::block_on(self.pool.acquire_in(group, &posted.object, &terms));
         self.acquired(&posted, &terms, result);
@@ -429,7 +450,7 @@ impl Lessee {
             Ok(()) => {
                 let (client, lease) = (self.cx.client, permission.lease());
                 self.cx.with_oracle(|o| {
-                    o.lease_revoked(client, lease.number, lease.grant.keys());
+                    o.lease_revoked(client, lease.number, &keys_of(&lease));
                 });
                 true
             }
@@ -485,6 +506,9 @@ impl Lessee {
         let may = self.cx.domain.is_some()
             && posted.domain == self.cx.domain
             && posted.others == Others::Own;
+        if !may && !self.cx.case.has_rights() {
+            return;
+        }
         if may {
             self.held.retain(|held| held.permission.object() != posted.object);
             self.cx.with_oracle(|o| o.frees_object(self.cx.client, &posted.object));

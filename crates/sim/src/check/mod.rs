@@ -38,6 +38,7 @@ use crate::random::Random;
 use crate::time::Time;
 
 pub use case::Case;
+pub use hostile::Misuse;
 pub use invariant::{Invariant, Violation};
 pub use lease_plan::LeasePlan;
 pub use oracle::EventCounts;

@@ -178,6 +178,14 @@ impl NodeView {
         }
     }
 
+    /// Returns the address of the lifetime of the permission in a slot, in a scheme with headers.
+    pub fn lifetime(&self, client: ClientId, slot: u32) -> Option<u64> {
+        match self {
+            Self::Leases(view) => view.lifetime(client, slot),
+            _ => None,
+        }
+    }
+
     /// Returns whether a key is that of the region behind an engine.
     pub fn is_behind_engine(&self, key: Key) -> bool {
         matches!(self, Self::Engine(view) if view.key == key)

@@ -89,7 +89,8 @@ impl Scenario {
     pub fn draw(case: Case, seed: u64) -> Self {
         let r = &mut Random::new(seed, 100);
         let count = 1 + r.below(4) as usize;
-        let hostile = r.below(3) == 0 && case.may_be_hostile() && !case.sizes;
+        let is_drawn = r.below(3) == 0 || case.misuse.is_some();
+        let hostile = is_drawn && case.may_be_hostile() && !case.sizes;
         let mut clients: Vec<Role> = (0..count)
             .map(|at| Role {
                 hostile: hostile && (at == 0 || r.below(4) == 0),
@@ -122,7 +123,7 @@ impl Scenario {
         let mut faults = FaultPlan::draw(r);
         // Newer options use another random sequence, so that worlds without them stay the same.
         let more = &mut Random::new(seed, 102);
-        let nic_abuse = more.below(2) == 0;
+        let nic_abuse = more.below(2) == 0 && case.misuse.is_none();
         faults.one_way = more.below(2) == 0;
         let aborts_enabled = case.has_tree() && more.below(2) == 0;
         if case.sizes && case.may_be_hostile() && more.below(3) == 0 {
@@ -130,7 +131,12 @@ impl Scenario {
                 role.hostile = at == 0 || more.below(4) == 0;
             }
         }
-        let leases = case.has_leases().then(|| LeasePlan::draw(case.scheme, seed, clients.len()));
+        let mut leases =
+            case.has_leases().then(|| LeasePlan::draw(case.scheme, seed, clients.len()));
+        if let Some(plan) = leases.as_mut().filter(|_| case.timely) {
+            plan.be_timely();
+            (faults.loss, faults.late, faults.partitions) = (0, 0, Time::ZERO);
+        }
         for role in clients.iter_mut().filter(|_| leases.is_some()) {
             role.leases = more.below(4) != 0;
         }

@@ -16,12 +16,12 @@ use crate::time::Time;
 /// A permission as the client knows it: the answer, and the terms it asked for.
 #[derive(Clone, Copy)]
 pub(super) struct Had {
-    granted: Granted,
+    pub(super) granted: Granted,
     len: u64,
 }
 
 impl Had {
-    fn grant(&self) -> Grant {
+    pub(super) fn grant(&self) -> Grant {
         let Granted { object, address, lanes, keys, .. } = self.granted;
         Grant::new(address, self.len, object.entry.into(), GroupId(0), &keys[..lanes])
     }
@@ -62,7 +62,7 @@ impl Hostile {
         }
     }
 
-    fn post_ask(&mut self, ask: Ask) -> bool {
+    pub(super) fn post_ask(&mut self, ask: Ask) -> bool {
         self.number += 1;
         if let Ask::Free { object } = ask {
             self.cx.with_oracle(|o| o.frees_named(self.cx.client, object));
@@ -86,23 +86,31 @@ impl Hostile {
     }
 
     /// Sends a request and takes the next reply, which may be that to an earlier request.
-    fn ask(&mut self, ask: Ask) -> Option<Reply> {
+    pub(super) fn ask(&mut self, ask: Ask) -> Option<Reply> {
         let sent = self.post_ask(ask);
         if sent.then(|| self.answer(0)).flatten() != Some(true) {
             self.recover();
             return None;
         }
+        self.last_reply()
+    }
+
+    /// Decodes the reply that has arrived last.
+    pub(super) fn last_reply(&self) -> Option<Reply> {
         let mut bytes = [0; REPLY_BYTES];
         self.memory.memory().read(0, &mut bytes);
         Reply::parse(&bytes)
     }
 
     /// Records a permission that a reply grants.
-    fn note_grant(&mut self, reply: Option<Reply>, len: u64) -> Option<Had> {
+    pub(super) fn note_grant(&mut self, reply: Option<Reply>, len: u64) -> Option<Had> {
         let Some(Reply { outcome: Outcome::Granted(granted), .. }) = reply else { return None };
         // The reply may be that to an earlier request: the length is that of the permission.
+        let lifetime = granted.header.map(|header| header.rkey);
+        let keys: Vec<Key> =
+            granted.keys[..granted.lanes].iter().copied().chain(lifetime).collect();
         let known = self.cx.with_oracle(|o| {
-            o.lease_granted(self.cx.client, granted.permission.0, &granted.keys[..granted.lanes]);
+            o.lease_granted(self.cx.client, granted.permission.0, &keys);
             o.lease_len(self.cx.client, granted.permission.0)
         });
         let had = Had { granted, len: known.unwrap_or(len) };
@@ -126,7 +134,7 @@ impl Hostile {
         }
     }
 
-    fn some_posted(&mut self) -> Option<(ObjectId, u64)> {
+    pub(super) fn some_posted(&mut self) -> Option<(ObjectId, u64)> {
         let board = self.cx.with_oracle(|o| o.board().to_vec());
         if board.is_empty() {
             return None;

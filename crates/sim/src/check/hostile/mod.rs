@@ -10,6 +10,7 @@ mod accesses;
 mod chunks;
 mod engine;
 mod leases;
+mod misuse;
 mod nic_abuse;
 mod pages;
 mod trees;
@@ -27,6 +28,7 @@ use verbs::{
     QpChange, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
 };
 
+pub use self::misuse::Misuse;
 use super::Context;
 use super::scenario::{End, Role};
 use crate::cluster::SimControl;
@@ -214,6 +216,9 @@ impl Hostile {
     }
 
     fn round(&mut self) {
+        if let Some(misuse) = self.cx.case.misuse {
+            return self.misuse(misuse);
+        }
         if self.nic_random.as_mut().is_some_and(|random| random.below(4) == 0) {
             return self.abuse_nic();
         }

@@ -40,7 +40,7 @@ impl Lessee {
         let object = permission.object();
         let board = self.cx.with_oracle(|o| o.board().to_vec());
         let Some(posted) = board.into_iter().find(|posted| posted.object == object) else { return };
-        let terms = self.terms();
+        let terms = self.terms_for(&posted);
         let mut requests: Vec<RacedFuture> = Vec::new();
         for at in 0..2 {
             let (pool, permission, terms) = (self.pool.clone(), permission.clone(), terms.clone());

@@ -175,7 +175,7 @@ impl Oracle {
 
     /// After all clients have departed, checks that the memory is clear and inaccessible.
     pub fn check_empty(&self) -> Result<(), String> {
-        let left = self.image.iter().position(|b| *b != 0).filter(|_| self.case.scheme.clears());
+        let left = self.image.iter().position(|b| *b != 0).filter(|_| self.case.clears());
         match (left, self.reaches.first()) {
             (Some(at), _) => {
                 Err(format!("after all clients have departed, byte {at} is not clear"))

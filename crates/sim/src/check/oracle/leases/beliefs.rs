@@ -191,19 +191,33 @@ impl Oracle {
     /// Records that a hostile client asks to free an object.
     pub fn frees_named(&mut self, client: ClientIndex, id: ObjectId) {
         let named = self.board().iter().find(|posted| name_of(&posted.object) == id);
-        let may = |posted: &&Posted| {
-            let domain = self.clients[client].domain;
-            let is_member = domain.is_some() && domain == posted.domain;
-            posted.owner == client || is_member && posted.others == Others::Own
-        };
-        if let Some(object) = named.filter(may).map(|posted| posted.object) {
+        if let Some(posted) = named.filter(|posted| self.may_free(client, posted)) {
+            let object = posted.object;
             self.frees_object(client, &object);
+        }
+    }
+
+    fn may_free(&self, client: ClientIndex, posted: &Posted) -> bool {
+        let domain = self.clients[client].domain;
+        let is_member = domain.is_some() && domain == posted.domain;
+        posted.owner == client || is_member && posted.others == Others::Own
+    }
+
+    /// Records the reply to a hostile client that a posted object is freed.
+    pub fn named_freed(&mut self, client: ClientIndex, id: ObjectId) {
+        let named = self.board().iter().find(|posted| name_of(&posted.object) == id);
+        if let Some(posted) = named.filter(|posted| !self.may_free(client, posted)) {
+            let why = format!("{} frees a foreign object: {posted:?}", self.name(client));
+            self.wrong(Invariant::Permissions, why);
         }
     }
 
     /// Records the reply that an object is freed: it is released.
     pub fn object_freed(&mut self, client: ClientIndex, object: &Object) {
         self.note(|o| format!("{} has freed object {object}", o.name(client)));
+        if self.case.has_no_permissions() {
+            return; // the name has the object's address, which may be in use again
+        }
         self.check_leases(|leases, oracle| {
             if leases.book.object(name_of(object)).is_some() {
                 let name = oracle.name(client);

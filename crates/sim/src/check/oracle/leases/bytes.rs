@@ -2,7 +2,7 @@
 
 use rnic::engine::Target;
 use scheme::Right;
-use schemes::patronus::book::{ObjectState, Place};
+use schemes::patronus::book::{ObjectState, ObjectView, Place};
 use verbs::Access;
 
 use super::{Leases, wrong};
@@ -44,6 +44,18 @@ fn runs(old: &[u8], new: &[u8]) -> Vec<(usize, usize)> {
     runs
 }
 
+/// Returns the bytes of an object, with those in front of it that are for a header.
+fn with_header(object: &ObjectView) -> Place {
+    let (first, place) = (object.whole.offset, object.place);
+    Place { offset: first, len: place.offset + place.len - first }
+}
+
+/// Returns whether bytes are in front of an object, where only the published form has any: a
+/// header, which the memory node writes.
+fn is_in_header(object: &ObjectView, (first, len): (u64, u64)) -> bool {
+    object.whole.offset <= first && first + len <= object.place.offset
+}
+
 impl Leases {
     fn check_change(
         &self,
@@ -60,10 +72,14 @@ impl Leases {
                 let why = format!("{name} changes bytes {range:?} outside its access");
                 return Err(wrong(Invariant::Accesses, why));
             }
-            if !self.allows(oracle, *client, range, Right::Write) {
+            let changes_own_lifetime = self.is_own_lifetime(oracle, *client, aim);
+            if !changes_own_lifetime && !self.allows(oracle, *client, range, Right::Write) {
                 let why = format!("{name} changes bytes {range:?} without a permission");
                 return Err(wrong(Invariant::Permissions, why));
             }
+            return Ok(());
+        }
+        if self.book.objects.iter().any(|object| is_in_header(object, range)) {
             return Ok(());
         }
         if oracle.image[first..end].iter().any(|b| *b != 0) {
@@ -94,7 +110,8 @@ impl Leases {
 
     /// Memory that belongs to no object is zero.
     fn check_zeros(&self, oracle: &Oracle) -> Result<(), Violation> {
-        let mut places: Vec<Place> = self.book.objects.iter().map(|object| object.place).collect();
+        let objects = self.book.objects.iter();
+        let mut places: Vec<Place> = objects.map(with_header).collect();
         places.sort_by_key(|place| place.offset);
         places.push(Place { offset: oracle.image.len() as u64, len: 0 });
         let mut from = 0;

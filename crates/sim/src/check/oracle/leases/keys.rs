@@ -1,6 +1,6 @@
 //! Checks of keys and accesses: each lies in a permission of its client, and none outlives it.
 
-use scheme::{Right, Sharing};
+use scheme::{ClientId, Others, Right, Sharing};
 use schemes::patronus::book::{PermissionId, PermissionView};
 use schemes::patronus::message::PermissionNumber;
 use verbs::{Access, Key};
@@ -12,12 +12,24 @@ use super::{Leases, wrong};
 use crate::check::invariant::{Invariant, Violation};
 use crate::check::oracle::{ClientIndex, Oracle};
 
+/// Bytes of a lifetime.
+const LIFETIME: u64 = 8;
+
 /// Rights that only a permission for writing has.
 const CHANGES: [Access; 2] = [Access::REMOTE_WRITE, Access::REMOTE_ATOMIC];
 
 fn needed(access: Access) -> Right {
     let changes = CHANGES.iter().any(|right| access.allows(*right));
     if changes { Right::Write } else { Right::Read }
+}
+
+/// Returns the name of the operation that needs a right.
+fn operation(need: Access) -> &'static str {
+    match need {
+        Access::REMOTE_READ => "a READ",
+        Access::REMOTE_WRITE => "a WRITE",
+        _ => "an atomic",
+    }
 }
 
 /// Returns whether a permission opens `len` bytes at `offset` with this right.
@@ -38,8 +50,51 @@ impl Leases {
         range: (u64, u64),
         right: Right,
     ) -> bool {
+        if oracle.case.has_no_permissions() {
+            return self.may_use(oracle, client, range, right);
+        }
         let own = |p: &&PermissionView| oracle.is(client, p.id.client);
         self.book.permissions.iter().filter(own).any(|p| opens(p, range, right))
+    }
+
+    /// Returns whether these bytes are of an object that a client may use: without permissions, the
+    /// right to acquire one counts.
+    fn may_use(
+        &self,
+        oracle: &Oracle,
+        client: ClientIndex,
+        (offset, len): (u64, u64),
+        right: Right,
+    ) -> bool {
+        let least = match right {
+            Right::Read => Others::Read,
+            Right::Write => Others::Write,
+        };
+        let domain = oracle.clients[client].domain;
+        self.book.objects.iter().any(|object| {
+            let is_member = domain.is_some() && domain == object.domain && object.others >= least;
+            let is_own = object.owner.is_some_and(|owner| oracle.is(client, owner));
+            (is_own || is_member)
+                && object.place.offset <= offset
+                && offset + len <= object.place.offset + object.place.len
+        })
+    }
+
+    /// Returns whether an access is a READ or an atomic of a lifetime of the client's own, in a
+    /// scheme with headers.
+    pub(super) fn is_own_lifetime(
+        &self,
+        oracle: &Oracle,
+        client: ClientIndex,
+        aim: &Target,
+    ) -> bool {
+        let is_own = |p: &PermissionView| {
+            let lifetime = oracle.node_view.lifetime(p.id.client, p.id.number.slot());
+            is_held(p)
+                && oracle.is(client, p.id.client)
+                && lifetime.is_some_and(|at| at <= aim.addr && aim.addr + aim.len <= at + LIFETIME)
+        };
+        aim.need != Access::REMOTE_WRITE && self.book.permissions.iter().any(is_own)
     }
 
     /// Names the invariant that a use of `key` violates.
@@ -117,10 +172,11 @@ impl Oracle {
                 let why = format!("{name} accesses {range:?} by the key of an ended permission");
                 return Err(wrong(Invariant::Dead, why));
             }
-            if !leases.allows(oracle, client, range, needed(aim.need)) {
+            let is_own_lifetime = leases.is_own_lifetime(oracle, client, aim);
+            if !is_own_lifetime && !leases.allows(oracle, client, range, needed(aim.need)) {
                 let invariant = leases.blame(oracle, client, aim.key, range);
-                let why =
-                    format!("{name} accesses {range:?} ({:?}) without a permission", aim.need);
+                let by = operation(aim.need);
+                let why = format!("{name} accesses {range:?} by {by} without a permission");
                 return Err(wrong(invariant, why));
             }
             Ok(())
@@ -131,18 +187,27 @@ impl Oracle {
     /// lifetime words may take effect.
     fn word_accessed(&mut self, client: ClientIndex, aim: &Target) {
         let table = self.clients[client].link.client().and_then(|id| self.node_view.words(id));
-        let is_own = table.is_some_and(|table| {
+        let is_in_table = table.is_some_and(|table| {
             let end = table.addr() + table.len() as u64;
             table.addr() <= aim.addr && aim.addr + aim.len <= end
         });
-        if !is_own || aim.need == Access::REMOTE_WRITE {
-            let name = self.name(client);
-            let why = format!(
-                "{name} accesses {} bytes ({:?}) outside the donated memory and its own words",
-                aim.len, aim.need
-            );
-            self.wrong(Invariant::Permissions, why);
-        }
+        self.check_leases(|leases, oracle| {
+            let name = oracle.name(client);
+            if leases.dead.contains(&(client, aim.key)) {
+                let why = format!("{name} accesses a lifetime by the key of an ended permission");
+                return Err(wrong(Invariant::Dead, why));
+            }
+            let is_own = is_in_table || leases.is_own_lifetime(oracle, client, aim);
+            if !is_own || aim.need == Access::REMOTE_WRITE {
+                let (len, by) = (aim.len, operation(aim.need));
+                let why = format!(
+                    "{name} accesses {len} bytes by {by} outside the donated memory and its own \
+                     words"
+                );
+                return Err(wrong(Invariant::Permissions, why));
+            }
+            Ok(())
+        });
     }
 
     // --- replies -------------------------------------------------------------------------------
@@ -153,6 +218,9 @@ impl Oracle {
         let id = PermissionId { client: id, number: PermissionNumber(number) };
         self.counts.grants[!self.clients[client].honest as usize] += 1;
         self.note(|o| format!("{} is granted permission {number:#x}", o.name(client)));
+        if self.case.has_no_permissions() {
+            return; // all have one key, which stays valid
+        }
         self.check_leases(|leases, oracle| {
             // The lanes of a group share a key.
             let mut distinct = keys.to_vec();
@@ -181,6 +249,9 @@ impl Oracle {
         let id = PermissionId { client: id, number: PermissionNumber(number) };
         self.counts.frees[!self.clients[client].honest as usize] += 1;
         self.note(|o| format!("{} has revoked permission {number:#x}", o.name(client)));
+        if self.case.has_no_permissions() {
+            return;
+        }
         self.check_leases(|leases, oracle| {
             if leases.book.permission(id).is_some() {
                 let name = oracle.name(client);
@@ -221,6 +292,9 @@ impl Oracle {
         keys: &[Key],
     ) {
         self.counts.frees[!self.clients[client].honest as usize] += 1;
+        if self.case.has_no_permissions() {
+            return;
+        }
         self.check_leases(|leases, _| {
             leases.dead.extend(keys.iter().map(|key| (client, *key)));
             Ok(())
@@ -237,6 +311,14 @@ impl Oracle {
             Some(keys.iter().map(move |key| (addr, *key)))
         });
         with_place.flatten().collect()
+    }
+
+    /// Returns the addresses of objects that other clients have allocated.
+    pub fn objects_of_others(&self, client: ClientIndex) -> Vec<u64> {
+        let Some(leases) = &self.leases else { return Vec::new() };
+        let is_own = |owner: ClientId| self.is(client, owner);
+        let objects = leases.book.objects.iter().filter(|object| !object.owner.is_some_and(is_own));
+        objects.map(|object| self.memory.addr() + object.place.offset).collect()
     }
 
     /// Returns numbers of other clients' permissions.
