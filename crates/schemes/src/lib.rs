@@ -8,6 +8,7 @@
 mod answers;
 pub mod blocks;
 pub mod chain;
+mod cores;
 pub mod finemem;
 pub mod odrp;
 pub mod onesidedmw;

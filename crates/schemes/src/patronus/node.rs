@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use parking_lot::MutexGuard;
-use scheme::client_table::{AccessQps, Requirements, refuse};
+use scheme::client_table::{AccessQps, Requirements};
 use scheme::{
     ClientId, ConnectReply, ConnectRequest, Cpu, CpuEvents, Error, GroupId, Lane, LeaseStatus,
     NodeScheme, NodeSettings, NodeStatus, QpSet, Start, Worker, options,
@@ -24,7 +24,7 @@ use super::options::{LeaseOffer, Options, UnprotectedTerms};
 use super::view::LeaseView;
 use super::worker::{BINDER_BLOCKS, Core, Handle, Shared, State};
 use crate::answers::{Answers, AnswersAttr};
-use crate::rpc::ControlMode;
+use crate::cores;
 use crate::rpc::blocks::Blocks;
 
 /// Objects of a compute node without a domain, or of a domain, if the pool has fewer chunks.
@@ -101,19 +101,6 @@ impl<N: Nic> Node<N> {
         self.shared.cores[self.shared.core_of(client)].state.lock()
     }
 
-    /// The core with the fewest compute nodes; an error if the limit of compute nodes is reached.
-    fn least_loaded_core(&self) -> Result<usize, Error> {
-        let by_client = self.shared.core_by_client.read();
-        let max = self.shared.settings.clients_max as usize;
-        if by_client.len() >= max {
-            return Err(refuse(format!("{max} compute nodes are connected")));
-        }
-        let mut counts = vec![0; self.shared.cores.len()];
-        by_client.values().for_each(|core| counts[*core] += 1);
-        let least = counts.iter().enumerate().min_by_key(|(_, count)| **count);
-        Ok(least.expect("there is a core").0)
-    }
-
     /// The key to all memory, in scheme `unprotected`.
     fn key_to_all(&self) -> Key {
         self.all.as_ref().map(MemoryRegion::key).unwrap_or_default()
@@ -174,7 +161,7 @@ impl<N: Nic> Node<N> {
 
 impl<N: Nic> NodeScheme for Node<N> {
     fn admit(&mut self, client: ClientId, request: &ConnectRequest) -> Result<ConnectReply, Error> {
-        let core = self.least_loaded_core()?;
+        let core = self.shared.assignment.least_loaded()?;
         let shared = &self.shared;
         let settings = &shared.settings;
         let mut state = shared.cores[core].state.lock();
@@ -199,7 +186,7 @@ impl<N: Nic> NodeScheme for Node<N> {
         shared.with_book(|book| book.join(client, request.domain));
         state.by_management.insert(qpn, client);
         state.peers.insert(client, peer);
-        shared.core_by_client.write().insert(client, core);
+        shared.assignment.assign(client, core);
         if let Some(period) = shared.options.poll_qps() {
             shared.cores[core].begin_heartbeats(shared.nic.now(), period);
         }
@@ -279,14 +266,10 @@ impl<N: Nic> NodeScheme for Node<N> {
     }
 
     fn cpu(&mut self) -> Cpu {
-        let count = self.shared.cores.len();
+        let events = self.shared.cores.iter().map(|core| core.events.clone()).collect();
         let worker =
             |core| -> Box<dyn Worker> { Box::new(Handle { shared: self.shared.clone(), core }) };
-        Cpu {
-            events: Some(Arc::new(AllCores(self.shared.clone()))),
-            workers: (0..count).filter(|_| count > 1).map(worker).collect(),
-            polls: self.shared.options.control == ControlMode::Polling,
-        }
+        cores::cpu(events, worker, self.shared.options.control)
     }
 
     fn first_chunk(&self) -> Option<u64> {
@@ -346,19 +329,5 @@ impl<N: Nic> NodeScheme for Node<N> {
             }
         }
         self.shared.book.lock().audit().map_err(wrong)
-    }
-}
-
-/// Event source for all cores together. If one thread polls all cores, it waits on the first core's
-/// CQ.
-struct AllCores<N: Nic>(Arc<Shared<N>>);
-
-impl<N: Nic> CpuEvents for AllCores<N> {
-    fn wait(&self, timeout: Duration) -> Result<bool, Error> {
-        self.0.cores[0].events.wait(timeout)
-    }
-
-    fn wake(&self) {
-        self.0.cores.iter().for_each(|core| core.events.wake());
     }
 }

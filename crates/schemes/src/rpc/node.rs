@@ -1,11 +1,9 @@
 //! The memory node's side: the work of the control thread. `worker` answers the requests.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
-use scheme::client_table::{AccessQps, Requirements, refuse};
+use scheme::client_table::{AccessQps, Requirements};
 use scheme::{
     ClientId, ConnectReply, ConnectRequest, Cpu, CpuEvents, Error, GroupId, Lane, NodeScheme,
     NodeSettings, NodeStatus, QpSet, Start, Worker, options,
@@ -19,15 +17,15 @@ use super::table::{Protection, Table};
 use super::view::AllocationView;
 use super::windows::{Type1, Type2};
 use super::worker::{BIND_BLOCKS, Core, Handle, Shared, State};
-use super::{ControlMode, Opening, Options, REQUEST_BYTES, Region};
+use super::{Opening, Options, REQUEST_BYTES, Region};
 use crate::answers::{Answers, AnswersAttr};
+use crate::cores::{self, Assignment};
 
 /// The memory node of a scheme by RPC.
 pub struct Node<N: Nic> {
     shared: Arc<Shared<N>>,
     options: Options,
-    /// The core that serves each compute node.
-    core_by_client: BTreeMap<ClientId, usize>,
+    assignment: Assignment,
 }
 
 impl<N: Nic> Node<N> {
@@ -64,11 +62,12 @@ impl<N: Nic> Node<N> {
             .map(|index| Core::new(nic, &pd, (settings, opening, count), index))
             .collect::<Result<Vec<_>, _>>()?;
         let (nic, settings, table) = (nic.clone(), settings.clone(), Mutex::new(table));
+        let assignment = Assignment::new(count as usize, settings.clients_max);
         let shared = Arc::new(Shared { nic, settings, opening, pd, memory, blocks, table, cores });
         if opening == Opening::BindAhead {
             shared.cores[0].state.lock().bind_ahead(&shared)?;
         }
-        Ok(Self { shared, options, core_by_client: BTreeMap::new() })
+        Ok(Self { shared, options, assignment })
     }
 
     /// A view of the allocations.
@@ -85,27 +84,12 @@ impl<N: Nic> Node<N> {
     }
 
     fn core_of(&self, client: ClientId) -> usize {
-        self.core_by_client.get(&client).copied().unwrap_or(0)
+        self.assignment.core_of(client)
     }
 
     /// State of the core that serves a compute node.
     pub(super) fn state_of(&self, client: ClientId) -> MutexGuard<'_, State<N>> {
         self.shared.cores[self.core_of(client)].state.lock()
-    }
-
-    /// The core with the fewest compute nodes; an error if the limit of compute nodes is reached.
-    fn least_loaded_core(&mut self) -> Result<usize, Error> {
-        let cores = &self.shared.cores;
-        self.core_by_client
-            .retain(|client, core| cores[*core].state.lock().peers.contains_key(client));
-        let max = self.shared.settings.clients_max as usize;
-        if self.core_by_client.len() >= max {
-            return Err(refuse(format!("{max} compute nodes are connected")));
-        }
-        let mut counts = vec![0; cores.len()];
-        self.core_by_client.values().for_each(|core| counts[*core] += 1);
-        let least = counts.iter().enumerate().min_by_key(|(_, count)| **count);
-        Ok(least.expect("there is a core").0)
     }
 
     fn make_peer(
@@ -137,7 +121,13 @@ impl<N: Nic> Node<N> {
 
 impl<N: Nic> NodeScheme for Node<N> {
     fn admit(&mut self, client: ClientId, request: &ConnectRequest) -> Result<ConnectReply, Error> {
-        let core = self.least_loaded_core()?;
+        // Departed compute nodes may have left since the last admission.
+        for (client, core) in self.assignment.all() {
+            if !self.shared.cores[core].state.lock().peers.contains_key(&client) {
+                self.assignment.remove(client);
+            }
+        }
+        let core = self.assignment.least_loaded()?;
         let settings = &self.shared.settings;
         let mut state = self.shared.cores[core].state.lock();
         let lanes = settings.lanes() as usize;
@@ -151,7 +141,7 @@ impl<N: Nic> NodeScheme for Node<N> {
         state.by_management.insert(peer.answers.management.qp.qpn(), client);
         state.peers.insert(client, peer);
         state.add_client(client);
-        self.core_by_client.insert(client, core);
+        self.assignment.assign(client, core);
         Ok(admitted)
     }
 
@@ -216,14 +206,10 @@ impl<N: Nic> NodeScheme for Node<N> {
     }
 
     fn cpu(&mut self) -> Cpu {
-        let count = self.shared.cores.len();
+        let events = self.shared.cores.iter().map(|core| core.events.clone()).collect();
         let worker =
             |core| -> Box<dyn Worker> { Box::new(Handle { shared: self.shared.clone(), core }) };
-        Cpu {
-            events: Some(Arc::new(AllCores(self.shared.clone()))),
-            workers: (0..count).filter(|_| count > 1).map(worker).collect(),
-            polls: self.options.control == ControlMode::Polling,
-        }
+        cores::cpu(events, worker, self.options.control)
     }
 
     fn first_chunk(&self) -> Option<u64> {
@@ -260,19 +246,5 @@ impl<N: Nic> NodeScheme for Node<N> {
         let states: Vec<_> = self.shared.cores.iter().map(|core| core.state.lock()).collect();
         let exists = |client| states.iter().any(|state| state.peers.contains_key(&client));
         self.shared.table.lock().audit(exists)
-    }
-}
-
-/// Event source for all cores together. If one thread polls all cores, it waits on the first core's
-/// CQ.
-struct AllCores<N: Nic>(Arc<Shared<N>>);
-
-impl<N: Nic> CpuEvents for AllCores<N> {
-    fn wait(&self, timeout: Duration) -> Result<bool, Error> {
-        self.0.cores[0].events.wait(timeout)
-    }
-
-    fn wake(&self) {
-        self.0.cores.iter().for_each(|core| core.events.wake());
     }
 }

@@ -1,12 +1,10 @@
 //! The memory node's side: the work of the control thread. `worker` executes the requests.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use parking_lot::{MutexGuard, RwLock};
-use scheme::client_table::{AccessQps, Requirements, refuse};
+use scheme::client_table::{AccessQps, Requirements};
 use scheme::{
     ClientId, ConnectReply, ConnectRequest, Cpu, CpuEvents, Error, GroupId, Lane, NodeScheme,
     NodeSettings, NodeStatus, QpSet, Start, Worker, options,
@@ -19,7 +17,7 @@ use super::options::{DataOffer, Options};
 use super::table::{Table, TableSettings};
 use super::worker::{Core, Handle, Shared, State};
 use crate::answers::{Answers, AnswersAttr};
-use crate::rpc::ControlMode;
+use crate::cores::{self, Assignment};
 use crate::rpc::blocks::Blocks;
 
 /// Objects of a compute node without a domain, or of a domain, if the pool has fewer chunks.
@@ -59,7 +57,7 @@ impl<N: Nic> Node<N> {
             memory,
             table: RwLock::new(table),
             cores: (0..count as usize).map(core).collect::<Result<_, _>>()?,
-            core_by_client: RwLock::new(HashMap::new()),
+            assignment: Assignment::new(count as usize, settings.clients_max),
         };
         Ok(Self { shared: Arc::new(shared), options, pd })
     }
@@ -67,19 +65,6 @@ impl<N: Nic> Node<N> {
     /// State of the core that serves a compute node.
     fn state_of(&self, client: ClientId) -> MutexGuard<'_, State<N>> {
         self.shared.cores[self.shared.core_of(client)].state.lock()
-    }
-
-    /// The core with the fewest compute nodes; an error if the limit of compute nodes is reached.
-    fn least_loaded_core(&self) -> Result<usize, Error> {
-        let by_client = self.shared.core_by_client.read();
-        let max = self.shared.settings.clients_max as usize;
-        if by_client.len() >= max {
-            return Err(refuse(format!("{max} compute nodes are connected")));
-        }
-        let mut counts = vec![0; self.shared.cores.len()];
-        by_client.values().for_each(|core| counts[*core] += 1);
-        let least = counts.iter().enumerate().min_by_key(|(_, count)| **count);
-        Ok(least.expect("there is a core").0)
     }
 
     fn make_peer(
@@ -113,7 +98,7 @@ impl<N: Nic> Node<N> {
 
 impl<N: Nic> NodeScheme for Node<N> {
     fn admit(&mut self, client: ClientId, request: &ConnectRequest) -> Result<ConnectReply, Error> {
-        let core = self.least_loaded_core()?;
+        let core = self.shared.assignment.least_loaded()?;
         let shared = &self.shared;
         let settings = &shared.settings;
         let mut state = shared.cores[core].state.lock();
@@ -126,7 +111,7 @@ impl<N: Nic> NodeScheme for Node<N> {
         shared.table.write().join(client, request.domain);
         state.by_management.insert(qpn, client);
         state.peers.insert(client, peer);
-        shared.core_by_client.write().insert(client, core);
+        shared.assignment.assign(client, core);
         Ok(reply)
     }
 
@@ -202,14 +187,10 @@ impl<N: Nic> NodeScheme for Node<N> {
     }
 
     fn cpu(&mut self) -> Cpu {
-        let count = self.shared.cores.len();
+        let events = self.shared.cores.iter().map(|core| core.events.clone()).collect();
         let worker =
             |core| -> Box<dyn Worker> { Box::new(Handle { shared: self.shared.clone(), core }) };
-        Cpu {
-            events: Some(Arc::new(AllCores(self.shared.clone()))),
-            workers: (0..count).filter(|_| count > 1).map(worker).collect(),
-            polls: self.options.control == ControlMode::Polling,
-        }
+        cores::cpu(events, worker, self.options.control)
     }
 
     /// A grant names an object, not a place of the memory.
@@ -245,20 +226,6 @@ impl<N: Nic> NodeScheme for Node<N> {
     fn audit(&self) -> Result<(), Error> {
         let wrong = |why: String| Error::Protocol { attempt: "auditing the pool".into(), why };
         self.shared.table.read().audit().map_err(wrong)
-    }
-}
-
-/// Event source for all cores together. If one thread polls all cores, it waits on the first core's
-/// CQ.
-struct AllCores<N: Nic>(Arc<Shared<N>>);
-
-impl<N: Nic> CpuEvents for AllCores<N> {
-    fn wait(&self, timeout: Duration) -> Result<bool, Error> {
-        self.0.cores[0].events.wait(timeout)
-    }
-
-    fn wake(&self) {
-        self.0.cores.iter().for_each(|core| core.events.wake());
     }
 }
 

@@ -21,6 +21,7 @@ use verbs::{
 use super::connection::Connection;
 use super::message::{Ask, HEADER_BYTES, ObjectId, Outcome, Range};
 use super::table::{Freed, Table};
+use crate::cores::Assignment;
 
 /// Maximum number of requests that one turn takes.
 const BATCH: usize = 64;
@@ -40,8 +41,7 @@ pub(super) struct Shared<N: Nic> {
     pub memory: DmaMemory,
     pub table: RwLock<Table>,
     pub cores: Vec<Core<N>>,
-    /// The core that serves each compute node.
-    pub core_by_client: RwLock<HashMap<ClientId, usize>>,
+    pub assignment: Assignment,
 }
 
 /// A core: its event source, and its state, which the control thread also changes between turns.
@@ -101,7 +101,7 @@ impl<N: Nic> Shared<N> {
 
     /// The core that serves a compute node.
     pub fn core_of(&self, client: ClientId) -> usize {
-        self.core_by_client.read().get(&client).copied().unwrap_or(0)
+        self.assignment.core_of(client)
     }
 
     /// Clears the memory of an object that is being freed, and releases it.
@@ -344,7 +344,7 @@ impl<N: Nic> State<N> {
         }
         if left.is_empty() {
             self.peers.remove(&client);
-            shared.core_by_client.write().remove(&client);
+            shared.assignment.remove(client);
         }
         true
     }

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use parking_lot::{Mutex, RwLock};
+use parking_lot::Mutex;
 use scheme::client_table::ClientTable;
 use scheme::wakeup::CqEvents;
 use scheme::{ClientId, CpuEvents, Error, NodeSettings, Worker};
@@ -32,6 +32,7 @@ use super::headers::Headers;
 use super::lifetimes::Tables;
 use super::message::{Ask, Outcome, PermissionNumber, REQUEST_BYTES, Request};
 use super::options::Options;
+use crate::cores::Assignment;
 
 /// Maximum number of requests that one turn takes.
 const BATCH: usize = 64;
@@ -56,8 +57,7 @@ pub(super) struct Shared<N: Nic> {
     pub book: Mutex<Book>,
     pub tables: Tables,
     pub cores: Vec<Core<N>>,
-    /// The core that serves each compute node.
-    pub core_by_client: RwLock<HashMap<ClientId, usize>>,
+    pub assignment: Assignment,
     /// The book's next deadline, in nanoseconds.
     next_deadline: AtomicU64,
 }
@@ -148,6 +148,7 @@ impl<N: Nic> Shared<N> {
         book: Book,
         cores: Vec<Core<N>>,
     ) -> Self {
+        let assignment = Assignment::new(cores.len(), settings.clients_max);
         Self {
             nic,
             pd,
@@ -157,7 +158,7 @@ impl<N: Nic> Shared<N> {
             book: Mutex::new(book),
             tables,
             cores,
-            core_by_client: RwLock::new(HashMap::new()),
+            assignment,
             next_deadline: AtomicU64::new(NEVER),
         }
     }
@@ -206,7 +207,7 @@ impl<N: Nic> Shared<N> {
 
     /// The core that serves a compute node.
     pub fn core_of(&self, client: ClientId) -> usize {
-        self.core_by_client.read().get(&client).copied().unwrap_or(0)
+        self.assignment.core_of(client)
     }
 
     /// Gives effects to the cores that they concern, and wakes these.
@@ -418,7 +419,7 @@ impl<N: Nic> State<N> {
         for client in &left {
             self.peers.remove(client);
             shared.tables.remove(*client);
-            shared.core_by_client.write().remove(client);
+            shared.assignment.remove(*client);
         }
         shared.cores[self.index].has_leaving.store(self.leaving > 0, Ordering::Release);
         !left.is_empty()
