@@ -61,9 +61,14 @@ impl PermissionNumber {
         self.0 as u32 & (Self::SLOTS_MAX - 1)
     }
 
+    /// Number of this permission among those of its slot, from 1.
+    pub fn serial(self) -> u64 {
+        self.0 >> 24
+    }
+
     /// The nonce of the lifetime word.
     pub fn nonce(self) -> u16 {
-        (self.0 >> 24) as u16
+        self.serial() as u16
     }
 }
 

@@ -260,7 +260,7 @@ impl Turn<'_> {
         };
         let latest = PermissionNumber::new(slot.serial, key.slot);
         match &slot.permission {
-            _ if number > latest || number.0 >> 16 == 0 => Named::Unknown,
+            _ if number > latest || number.serial() == 0 => Named::Unknown,
             Some(permission) if number == latest => match permission.state {
                 PermissionState::Waiting | PermissionState::Opening => Named::Unknown,
                 PermissionState::Open | PermissionState::Closing => Named::Present(key),

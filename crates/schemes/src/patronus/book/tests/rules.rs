@@ -177,6 +177,8 @@ fn permission_without_lease_is_not_waited_for() {
     let permission = grant.permission;
     let ask = Ask::Renew { permission, lease_us: 10 };
     assert_eq!(world.request(ONE, ask), Some(Outcome::NotExtendable));
+    let never_given = Ask::Revoke { permission: PermissionNumber::new(0, permission.slot()) };
+    assert_eq!(world.request(ONE, never_given), Some(Outcome::NotYours));
     pass(&mut world, 1 << 40);
     assert_eq!(world.in_stage(Stage::Open).len(), 1, "a permission without a lease has ended");
 
