@@ -12,6 +12,10 @@
 //! holder whose permission has ended leaves a record that [`Record::check`] refuses, however late
 //! the WRITE is.
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
 use anyhow::{Result, ensure};
 use pool::{Buffer, DefaultNic, DomainToken, Error, Lane, Object, Permission, Pool, Transfer};
 use units::Random;
@@ -54,6 +58,13 @@ pub struct Flooded {
     pub refused: u64,
     /// The first error.
     pub error: Error,
+}
+
+/// Writes a domain's token to a file, which only this user may read. Memory nodes get it with
+/// `--domain-token`.
+pub fn write_token(path: &Path, token: DomainToken) -> Result<()> {
+    std::fs::write(path, token.0)?;
+    Ok(std::fs::set_permissions(path, Permissions::from_mode(0o600))?)
 }
 
 /// Text form of the name of an object.

@@ -224,7 +224,9 @@ impl Scene {
         Ok(scene)
     }
 
-    fn process(&self, program: &str, first: Option<&str>, more: &[&str]) -> Result<Process> {
+    /// Starts a program on the host of the victims. Its arguments are `first`, the memory node's
+    /// address and `more`.
+    pub fn process(&self, program: &str, first: Option<&str>, more: &[&str]) -> Result<Process> {
         let mut arguments: Vec<&str> = first.into_iter().collect();
         let Some(RemoteHost { hosts, pool }) = &self.remote else {
             let socket = self.node.socket.to_str().context("a socket path in UTF-8")?;

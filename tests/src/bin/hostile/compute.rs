@@ -3,17 +3,18 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use granary_tests::control::{Control, RemoteRoute};
+use granary_tests::control::Control;
 use pool::protocol::{Admission, Reply, Request};
+use pool::remote::Route;
 use pool::remote::token::Nonce;
-use pool::remote::{Route, Start};
 use pool::{ConnectReply, ConnectRequest};
 use verbs::cqe::Cqe;
 use verbs::wqe::{Remote, Sge};
-use verbs::{Access, DmaMemory, Key, Pdn, PeerAddress, Qpn};
+use verbs::{Access, DmaMemory, Key, Pdn, PeerAddress};
 
 use crate::Arguments;
 use crate::nic::Nic;
+use crate::path::Path;
 use crate::queue::{Qp, Shape};
 
 /// Bytes of a reply slot.
@@ -36,10 +37,7 @@ pub mod status {
 pub struct Compute {
     pub nic: Nic,
     pub control: Control,
-    /// Route to the memory node, if it is on another host.
-    way: Option<RemoteRoute>,
-    /// Start values of the QPs towards another host.
-    start: Start,
+    path: Path,
     pub pd: Pdn,
     pub alloc: Management,
     pub free: Management,
@@ -49,13 +47,6 @@ pub struct Compute {
     /// Local memory for reads and writes.
     pub local: DmaMemory,
     pub lkey: Key,
-}
-
-/// Draws a salt and the QPs' start values; `None` and default values on the same host.
-fn draw(way: &Option<RemoteRoute>) -> Result<(Option<Nonce>, Start)> {
-    let Some(way) = way else { return Ok((None, Start::default())) };
-    let (salt, start) = way.draw()?;
-    Ok((Some(salt), start))
 }
 
 /// A management QP with its reply slots.
@@ -153,14 +144,8 @@ impl Compute {
     /// Attaches to the NIC and is admitted by the memory node.
     pub fn join(a: &Arguments) -> Result<Self> {
         let nic = Nic::open(&a.socket)?;
-        let (control, way) = match &a.remote {
-            None => (Control::pool(&a.socket)?, None),
-            Some(remote) => {
-                let (control, way) = Control::remote(remote)?;
-                (control, Some(way))
-            }
-        };
-        let (salt, start) = draw(&way)?;
+        let (control, mut path) = Path::open(a)?;
+        let salt = path.draw()?;
         let pd = nic.pd()?;
         let (alloc, free) = (Management::new(&nic, pd, 16)?, Management::new(&nic, pd, 16)?);
         let lanes = 2;
@@ -178,7 +163,7 @@ impl Compute {
         let admission = Admission {
             connect,
             session: Some(nic.secret()),
-            roce: way.map(|way| way.local),
+            roce: path.remote().map(|way| way.local),
             salt,
             ..Admission::default()
         };
@@ -186,7 +171,7 @@ impl Compute {
             Reply::Admitted(terms) => terms,
             other => bail!("not admitted: {other:?}"),
         };
-        let me = Self { nic, control, way, start, pd, alloc, free, access, terms, local, lkey };
+        let me = Self { nic, control, path, pd, alloc, free, access, terms, local, lkey };
         me.alloc.qp.connect(&me.nic, me.peer(me.terms.management[0]))?;
         me.free.qp.connect(&me.nic, me.peer(me.terms.management[1]))?;
         for (qp, peer) in me.access.iter().zip(&me.terms.groups[0]) {
@@ -197,21 +182,17 @@ impl Compute {
 
     /// The route to the memory node, if it is on another host.
     pub fn route(&self) -> Option<Route> {
-        self.way.map(|way| way.route)
+        self.path.route()
     }
 
-    /// The address of a QP of the memory node.
+    /// See [`Path::peer`].
     pub fn peer(&self, qpn: u32) -> PeerAddress {
-        let qpn = Qpn::new(qpn);
-        self.way.map_or(qpn.into(), |way| way.route.peer(qpn, self.start))
+        self.path.peer(qpn)
     }
 
-    /// Draws new start values for the next connections, because packets of the last connections may
-    /// still be in flight.
+    /// See [`Path::draw`].
     pub fn draw_start(&mut self) -> Result<Option<Nonce>> {
-        let (salt, start) = draw(&self.way)?;
-        self.start = start;
-        Ok(salt)
+        self.path.draw()
     }
 
     /// The number of the pool's chunks.

@@ -22,6 +22,7 @@ mod load;
 mod nic;
 mod noise;
 mod parked;
+mod path;
 mod queue;
 mod reach;
 mod trees;

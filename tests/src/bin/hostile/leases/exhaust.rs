@@ -9,12 +9,13 @@ use schemes::patronus::message::{Limit, Outcome};
 use serde_json::{Value, json};
 use verbs::cqe::Syndrome;
 
-use super::node::{Node, QPS, acquire, exclusive, place, shared_read};
+use super::node::{Node, acquire, exclusive, place, shared_read};
 use crate::Arguments;
 use crate::compute::{LONG, SHORT, remote};
 
 const BYTES: u64 = 64;
 const LONG_US: u64 = 100_000_000;
+const REFUSED: u8 = Syndrome::RemoteAccess as u8;
 
 /// Acquires `--count` permissions without using them, allocates objects, and lets requests wait,
 /// until each limit answers.
@@ -106,26 +107,54 @@ pub fn deaf(a: &Arguments) -> Result<Value> {
 }
 
 /// Breaks its access QPs until none is left, again and again, for `--ms`. Its permission stays good
-/// on each QP that is re-established.
+/// on each QP that is re-established. Permissions end and begin while these QPs are broken.
 pub fn breaks(a: &Arguments) -> Result<Value> {
-    let mut me = Node::join(a, None)?;
+    let mut me = Node::join(a, Some(DOMAIN))?;
+    let mut other = Node::join(a, Some(DOMAIN))?;
     a.ready()?;
-    let own = me.allocate(BYTES, Others::None, exclusive(LONG_US))?;
-    let (start, mut broken) = (Instant::now(), 0u64);
+    let mut own = me.allocate(BYTES, Others::Write, exclusive(LONG_US))?;
+    let (start, mut broken) = (Instant::now(), 0);
     while start.elapsed() < a.time || broken == 0 {
-        for qp in 0..QPS {
-            let from = me.sge(8);
-            let chunk = a.of.first().map_or(remote(0, 0), |c| remote(c.addr, c.keys[0]));
-            let got = me.access_once(qp, |b| _ = b.rdma_write(chunk, &[from]))?;
-            ensure!(got == Syndrome::RemoteAccess as u8, "a forged key: {got:#x}");
-            broken += 1;
-        }
-        for qp in 0..QPS {
+        broken += break_all(&mut me, a)?;
+        for qp in 0..me.access.len() {
             me.recover(qp)?;
-            ensure!(me.write(qp, place(&own))? == 0, "its own key after a break");
+            ensure!(me.write(qp, place(&own, qp))? == 0, "its own key on QP {qp} after a break");
+        }
+        // Windows of type 2 are unbound over the QPs that are broken.
+        broken += break_all(&mut me, a)?;
+        me.revoke(own.permission)?;
+        let theirs = other.granted(acquire(exclusive(LONG_US), own.object, BYTES))?;
+        for qp in 0..me.access.len() {
+            me.recover(qp)?;
+            let got = me.write(qp, place(&own, qp))?;
+            ensure!(got == REFUSED, "a key that was revoked while QP {qp} was broken: {got:#x}");
+        }
+        ensure!(other.write(0, place(&theirs, 0))? == 0, "the next holder's key");
+        other.revoke(theirs.permission)?;
+        // Windows are bound while their QPs are re-established.
+        broken += break_all(&mut me, a)?;
+        let number = me.send(acquire(exclusive(LONG_US), own.object, BYTES));
+        (0..me.access.len()).try_for_each(|qp| me.recover(qp))?;
+        own = match me.reply(number)? {
+            Outcome::Granted(granted) => granted,
+            other => bail!("a request with broken QPs: {other:?}"),
+        };
+        for qp in 0..me.access.len() {
+            ensure!(me.write(qp, place(&own, qp))? == 0, "a new key on QP {qp} after a break");
         }
     }
     ensure!(start.elapsed() < LONG * 6, "the memory node has slowed down");
     me.free(own.object)?;
     Ok(json!({ "broken": broken, "ms": start.elapsed().as_millis() as u64 }))
+}
+
+/// Breaks all access QPs with forged keys. Returns their number.
+fn break_all(me: &mut Node, a: &Arguments) -> Result<usize> {
+    let chunk = a.of.first().map_or(remote(0, 0), |c| remote(c.addr, c.keys[0]));
+    for qp in 0..me.access.len() {
+        let from = me.sge(8);
+        let got = me.access_once(qp, |b| _ = b.rdma_write(chunk, &[from]))?;
+        ensure!(got == REFUSED, "a forged key: {got:#x}");
+    }
+    Ok(me.access.len())
 }

@@ -1,4 +1,5 @@
-//! Attacks on scheme patronus: lifetime words, keys, requests, resources.
+//! Attacks on schemes patronus, patronus-2 and patronus-mr: lifetime words, keys, requests,
+//! resources.
 
 pub mod exhaust;
 pub mod keys;

@@ -1,4 +1,4 @@
-//! A hand-made compute node of scheme patronus.
+//! A hand-made compute node of schemes patronus, patronus-2 and patronus-mr.
 //!
 //! Its requests and replies are SENDs on one management QP. The receive ring has as many entries as
 //! the inbox has slots, so that the n-th reply is in slot n modulo the number of slots.
@@ -16,15 +16,16 @@ use schemes::patronus::message::{
 };
 use verbs::cqe::{Cqe, opcode};
 use verbs::wqe::{Builder, Remote, Sge};
-use verbs::{Access, DmaMemory, Key, Qpn};
+use verbs::{Access, DmaMemory, Key};
 
 use crate::Arguments;
 use crate::compute::LONG;
 use crate::nic::Nic;
+use crate::path::Path;
 use crate::queue::{Qp, STRIDE, Shape};
 
-/// Access QPs of the one group: two lanes, then a spare QP of each (Patronus §5.5).
-pub const QPS: usize = 4;
+/// Lanes of the one group.
+pub const LANES: usize = 2;
 /// Slots of the inbox: more than the memory node sends replies at a time.
 const SLOTS: usize = 64;
 const MICROS_LONG: u64 = u64::MAX - 1;
@@ -33,6 +34,7 @@ const MICROS_LONG: u64 = u64::MAX - 1;
 pub struct Node {
     pub nic: Nic,
     pub control: Control,
+    path: Path,
     pub management: Qp,
     inbox: DmaMemory,
     /// Completed receives since the QP was connected.
@@ -40,7 +42,10 @@ pub struct Node {
     /// Replies that were received while another one was expected.
     early: VecDeque<Reply>,
     next: u64,
+    /// QPs of the one group: the lanes, then the spare QPs of each lane (Patronus §5.5).
     pub access: Vec<Qp>,
+    /// True if each lane has a key of its own, which opens nothing on the other lane's QPs.
+    pub has_key_per_lane: bool,
     /// Its lifetime words.
     pub table: TableTerms,
     pub local: DmaMemory,
@@ -70,9 +75,10 @@ pub fn acquire(terms: AskTerms, object: ObjectId, len: u64) -> Ask {
 impl Node {
     /// Attaches to the NIC and is admitted by the memory node.
     pub fn join(a: &Arguments, domain: Option<DomainToken>) -> Result<Self> {
-        ensure!(a.remote.is_none(), "the attacks on leases run on the memory node's host");
         let nic = Nic::open(&a.socket)?;
-        let control = Control::pool(&a.socket)?;
+        let (control, mut path) = Path::open(a)?;
+        let salt = path.draw()?;
+        let (scheme, spares) = (control.offer()?.scheme.clone(), control.offer()?.spares as usize);
         let pd = nic.pd()?;
         let shape = Shape {
             blocks: 1024,
@@ -89,8 +95,9 @@ impl Node {
             let receive = Sge { addr, len, lkey: inbox_key };
             management.memory.write(management.receive_at() + slot * STRIDE, &receive.to_bytes());
         }
-        let access =
-            (0..QPS).map(|_| Qp::new(&nic, pd, Shape::default())).collect::<Result<Vec<_>>>()?;
+        let access = (0..LANES * (1 + spares))
+            .map(|_| Qp::new(&nic, pd, Shape::default()))
+            .collect::<Result<Vec<_>>>()?;
         let local = nic.memory(64 << 10)?;
         let lkey = nic.register(pd, &local, Access::LOCAL_WRITE)?;
         let connect = ConnectRequest {
@@ -98,27 +105,37 @@ impl Node {
             groups: vec![access.iter().map(|qp| qp.qpn.raw()).collect()],
             ..ConnectRequest::default()
         };
-        let session = Some(nic.secret());
-        let admission = Admission { connect, session, domain, ..Admission::default() };
+        let mut admission =
+            Admission { connect, session: Some(nic.secret()), salt, ..Admission::default() };
+        match path.remote() {
+            None => admission.domain = domain,
+            // Between hosts the token is proved and not sent.
+            Some(way) => {
+                admission.roce = Some(way.local);
+                admission.domain_proof = domain.map(|token| way.domain_proof(&token));
+            }
+        }
         let terms = match control.ask(ControlRequest::Admit(Box::new(admission)))? {
             ControlReply::Admitted(terms) => terms,
             other => bail!("not admitted: {other:?}"),
         };
         let table = scheme::options::parse_terms(&terms.terms)?;
-        management.connect(&nic, Qpn::new(terms.management[0]))?;
+        management.connect(&nic, path.peer(terms.management[0]))?;
         for (qp, peer) in access.iter().zip(&terms.groups[0]) {
-            qp.connect(&nic, Qpn::new(*peer))?;
+            qp.connect(&nic, path.peer(*peer))?;
         }
         let (received, early, next) = (0, VecDeque::new(), 1);
         Ok(Self {
             nic,
             control,
+            path,
             management,
             inbox,
             received,
             early,
             next,
             access,
+            has_key_per_lane: scheme == schemes::PATRONUS_2.name,
             table,
             local,
             lkey,
@@ -259,9 +276,12 @@ impl Node {
     pub fn recover(&mut self, qp: usize) -> Result<()> {
         self.access[qp].reset(&self.nic)?;
         while self.access[qp].poll().is_some() {}
-        let reset = ControlRequest::ResetAccess { group: 0, lane: qp as u8, salt: None };
+        let salt = self.path.draw()?;
+        let reset = ControlRequest::ResetAccess { group: 0, lane: qp as u8, salt };
         match self.control.ask(reset)? {
-            ControlReply::Access { peer } => self.access[qp].connect(&self.nic, Qpn::new(peer)),
+            ControlReply::Access { peer } => {
+                self.access[qp].connect(&self.nic, self.path.peer(peer))
+            }
             other => bail!("QP {qp} was not re-established: {other:?}"),
         }
     }
@@ -316,16 +336,24 @@ impl Node {
         self.management.reset(&self.nic)?;
         while self.management.poll().is_some() {}
         self.received = 0;
-        match self.control.ask(ControlRequest::ResetManagement { salt: None })? {
+        let salt = self.path.draw()?;
+        match self.control.ask(ControlRequest::ResetManagement { salt })? {
             ControlReply::Management { peers } => {
-                self.management.connect(&self.nic, Qpn::new(peers[0]))
+                self.management.connect(&self.nic, self.path.peer(peers[0]))
             }
             other => bail!("the management QP was not re-established: {other:?}"),
         }
     }
 }
 
-/// Address and key of what a permission opens.
-pub fn place(granted: &Granted) -> Remote {
-    Remote { addr: granted.address, rkey: granted.keys[0] }
+/// Address and key of what a permission opens to access QP `qp`.
+pub fn place(granted: &Granted, qp: usize) -> Remote {
+    Remote { addr: granted.address, rkey: granted.keys[qp % LANES] }
+}
+
+/// The keys of a permission, each one once.
+pub fn keys(granted: &Granted) -> Vec<Key> {
+    let mut keys = granted.keys[..granted.lanes].to_vec();
+    keys.dedup();
+    keys
 }

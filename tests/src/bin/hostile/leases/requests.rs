@@ -18,6 +18,12 @@ const NO_SUCH: Outcome = Outcome::NoSuchObject;
 /// Requests for objects and permissions of other compute nodes, from within and without the domain.
 pub fn foreign(a: &Arguments) -> Result<Value> {
     let mut strangers = Vec::new();
+    if a.remote.is_some() {
+        // From another host a domain must be one of the memory node's.
+        let refusal = Node::join(a, Some(DomainToken([0xaa; 32]))).err();
+        let why = refusal.context("a compute node was admitted to an unknown domain")?.to_string();
+        ensure!(why.contains("not one of the memory node's"), "{why}");
+    }
     for domain in [None, Some(DomainToken([0; 32])), Some(DomainToken([0xff; 32]))] {
         strangers.push(Node::join(a, domain)?);
     }

@@ -51,7 +51,7 @@ pub fn table(a: &Arguments) -> Result<Value> {
     let got = me.swap_word(crossing, 0, 1)?.0;
     ensure!(got != 0, "a CAS across the end of the table");
     // By an access QP: the table is open to the management QP only.
-    for qp in 0..2 {
+    for qp in 0..me.access.len() {
         let to = me.sge(8);
         let got = me.access(qp, |b| _ = b.compare_swap(word, first.word.0, 0, to))?;
         ensure!(got == REFUSED, "a CAS of a word on access QP {qp}: {got:#x}");
@@ -133,9 +133,9 @@ pub fn hog(a: &Arguments) -> Result<Value> {
         };
         waits.push(start.elapsed().as_micros() as u64);
         // The holder's key is dead, and the waiter's opens the object.
-        let got = me.write(0, place(&mine))?;
+        let got = me.write(0, place(&mine, 0))?;
         ensure!(got == REFUSED, "a key whose lease has ended: {got:#x}");
-        ensure!(waiter.write(0, place(&theirs))? == 0, "the waiter's key");
+        ensure!(waiter.write(0, place(&theirs, 0))? == 0, "the waiter's key");
         waiter.revoke(theirs.permission)?;
         me.free(mine.object)?;
     }
