@@ -238,7 +238,7 @@ impl Load {
             _ => chunks * self.chunk_bytes,
         };
         let mut settings = Settings {
-            donate_bytes,
+            donate_bytes: donate_bytes.next_multiple_of(self.chunk_bytes),
             chunk_bytes: self.chunk_bytes,
             // One lane: each thread works on memory of its own.
             group_size: 2,

@@ -71,6 +71,8 @@ const LEASE_MANY_US: u64 = 1_000;
 const MANY: u32 = 64;
 /// Lease of permissions that are revoked: no request waits for longer.
 const LONG_US: u64 = 20_000;
+/// The same from [`MANY`] clients on, where requests wait for registrations of 20 us.
+const LONG_MANY_US: u64 = 500_000;
 /// Lease of a split while keys are loaded.
 const SPLIT_LEASE_US: u64 = 20_000;
 /// Operations of all clients together, per point.
@@ -120,8 +122,14 @@ pub fn entry_unit(contender: &Contender) -> u32 {
     if contender.scheme == schemes::UNPROTECTED { 256 } else { 1 }
 }
 
+/// The lock that saves the work of two splits at once. Without leases, permissions exclude nothing.
+fn lock(contender: &Contender) -> SplitLock {
+    if contender.scheme.leases { SplitLock::Exclusive } else { SplitLock::Plain }
+}
+
 fn lease_us(run: &Run<'_>, contender: &Contender, clients: u32) -> u64 {
     match (contender.revokes, run.testbed.simulated()) {
+        (true, _) if clients >= MANY => LONG_MANY_US,
         (true, _) => LONG_US,
         // A wake-up of a thread takes longer than a lease of the paper.
         (false, false) => 10 * LEASE_MANY_US,
@@ -145,7 +153,7 @@ fn point(
         entry_unit: entry_unit(contender),
         lease_us: lease_us(run, contender, clients),
         revokes: contender.revokes,
-        lock: SplitLock::Exclusive,
+        lock: lock(contender),
         split_lease_us: SPLIT_LEASE_US.max(lease_us(run, contender, clients)),
     };
     let compute_nodes = if run.testbed.simulated() { COMPUTE_NODES } else { 1 };

@@ -67,6 +67,16 @@ const GROUPS: u16 = 21;
 const LEASE_US: u64 = 100;
 /// Lease of a split, which reads a header of each block of the subtable.
 const SPLIT_LEASE_US: u64 = 2_000;
+/// Keys of the figure.
+const KEYS: u32 = 40_000;
+/// Times of this machine over those of the cluster, whose requests take a tenth.
+const SCALE_HERE: u64 = 10;
+/// Leases on this machine, where the wake-up of a thread may take milliseconds.
+const LEASE_HERE_US: u64 = 10_000;
+const SPLIT_LEASE_HERE_US: u64 = 50_000;
+/// Keys of the figure on this machine, before the factor of [`Run`]'s rounds: two threads insert
+/// them in the time of the figure.
+const KEYS_HERE: u32 = 2_000;
 
 /// Verbs of a split of a subtable of one group, with some to spare.
 const VERBS: u64 = 96;
@@ -75,6 +85,19 @@ const VERBS: u64 = 96;
 fn verbs(run: &Run<'_>) -> impl Iterator<Item = u64> + use<> {
     let step = if run.extent == Extent::Quick { 12 } else { 1 };
     (0..VERBS).step_by(step)
+}
+
+/// The leases of a permission and of a split, in microseconds.
+fn leases_us(run: &Run<'_>) -> (u64, u64) {
+    match run.testbed.simulated() {
+        true => (LEASE_US, SPLIT_LEASE_US),
+        false => (LEASE_HERE_US, SPLIT_LEASE_HERE_US),
+    }
+}
+
+/// Times of the testbed over those of the cluster.
+fn scale(run: &Run<'_>) -> u64 {
+    if run.testbed.simulated() { 1 } else { SCALE_HERE }
 }
 
 fn load(run: &Run<'_>, line: &Line, work: IndexWork) -> Load {
@@ -102,9 +125,7 @@ fn run(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
 
 /// Measures a line of the figure.
 fn figure(run: &Run<'_>, results: &mut Results, line: &Line) -> Result<(), Error> {
-    // Epochs of a loaded machine are longer than those of a cluster.
-    let scale = if run.testbed.simulated() { 1 } else { 10 };
-    let epoch_us = scale * EPOCH_US;
+    let (epoch_us, (lease_us, split_lease_us)) = (scale(run) * EPOCH_US, leases_us(run));
     let work = IndexWork {
         task: Task::Insert {
             span_us: SPAN * epoch_us,
@@ -112,14 +133,14 @@ fn figure(run: &Run<'_>, results: &mut Results, line: &Line) -> Result<(), Error
             verbs: WITHIN,
             end_us: END * epoch_us,
         },
-        keys: run.rounds(40_000).into(),
+        keys: run.rounds(if run.testbed.simulated() { KEYS } else { KEYS_HERE }).into(),
         block_bytes: 64,
         groups: GROUPS,
         entry_unit: entry_unit(&line.contender),
-        lease_us: scale * LEASE_US,
+        lease_us,
         revokes: false,
         lock: line.lock,
-        split_lease_us: scale * SPLIT_LEASE_US,
+        split_lease_us,
     };
     let name = line.contender.name;
     let outcome = run.load(name, &load(run, line, work))?.index;
@@ -139,7 +160,7 @@ fn figure(run: &Run<'_>, results: &mut Results, line: &Line) -> Result<(), Error
 /// Crashes a client after each verb of a split of a small subtable.
 fn every_verb(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
     let line = &LINES[1];
-    let scale = if run.testbed.simulated() { 1 } else { 10 };
+    let (scale, (lease_us, split_lease_us)) = (scale(run), leases_us(run));
     let (mut least, mut crashes) = (f64::INFINITY, 0);
     for verbs in verbs(run) {
         let work = IndexWork {
@@ -153,10 +174,10 @@ fn every_verb(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
             block_bytes: 64,
             groups: 1,
             entry_unit: entry_unit(&line.contender),
-            lease_us: scale * LEASE_US,
+            lease_us,
             revokes: false,
             lock: line.lock,
-            split_lease_us: scale * SPLIT_LEASE_US,
+            split_lease_us,
         };
         let what = format!("crash after {verbs} verbs");
         let outcome = run.load(&what, &load(run, line, work))?.index;

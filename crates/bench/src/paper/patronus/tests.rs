@@ -1,6 +1,8 @@
 //! Quick simulated runs: the order of the lines, the counts of table 4, and the list of claims.
 
+use super::work::{Cycle, LeaseWork};
 use super::{PAPER, access, acquire, extend, slow, spare};
+use crate::paper::load::{Load, Work};
 use crate::paper::results::Results;
 use crate::paper::tests::simulated;
 use bench_report::claims::Claims;
@@ -26,6 +28,18 @@ fn each_claim_has_one_experiment_or_a_reason() {
         let named = PAPER.experiments.iter().filter(|e| e.claims.contains(&id)).count();
         let excused = WITHOUT_EXPERIMENT.iter().filter(|(other, _)| *other == id).count();
         assert_eq!(named + excused, 1, "{id}");
+    }
+}
+
+/// `granary serve` refuses other sizes, so that no experiment ran on the NIC of another process.
+#[test]
+fn donated_memory_is_whole_chunks() {
+    let work = LeaseWork { cycle: Cycle::Request, clients: 1, bytes: 64, lease_us: 100 };
+    for threads in 1..40 {
+        let load = Load::new(pool::schemes::PATRONUS, Work::Lease(work), 1);
+        let chunk_bytes = LeaseWork::CHUNK_BYTES;
+        let settings = Load { chunk_bytes, threads, ..load }.settings();
+        assert_eq!(settings.donate_bytes % settings.chunk_bytes, 0, "{threads} threads");
     }
 }
 
