@@ -41,6 +41,18 @@ pub struct LeaseOptions {
     /// [default: 0]
     #[arg(long, value_name = "US")]
     poll_qps_us: Option<u64>,
+
+    /// In scheme patronus-paper, unbind windows at once, even if memory is adequate
+    #[arg(long)]
+    no_delay: bool,
+
+    /// In scheme patronus-paper, keep headers apart from objects, under windows of their own
+    #[arg(long)]
+    no_contiguity: bool,
+
+    /// In scheme patronus-paper, unbind each window before it is bound again
+    #[arg(long)]
+    no_handover: bool,
 }
 
 impl LeaseOptions {
@@ -54,6 +66,9 @@ impl LeaseOptions {
             ("spares", self.spares.map(|count| json!(count))),
             ("clock_drift_ppm_max", self.clock_drift_ppm.map(|ppm| json!(ppm))),
             ("poll_qps_us", self.poll_qps_us.map(|us| json!(us))),
+            ("delay", self.no_delay.then_some(json!(false))),
+            ("contiguity", self.no_contiguity.then_some(json!(false))),
+            ("handover", self.no_handover.then_some(json!(false))),
         ]
         .into_iter()
         .filter_map(|(name, value)| Some((name, value?)))
@@ -64,7 +79,7 @@ impl LeaseOptions {
 mod tests {
     use clap::{Args, Command, FromArgMatches};
     use pool::{Settings, schemes};
-    use schemes::patronus::Options;
+    use schemes::patronus::{Options, Techniques};
 
     use super::*;
     use crate::node::option_name;
@@ -89,6 +104,7 @@ mod tests {
             "--spares=3",
             "--clock-drift-ppm=9",
             "--poll-qps-us=100",
+            "--no-contiguity",
         ]);
         let expected = Options {
             lease_min_us: 7,
@@ -98,6 +114,7 @@ mod tests {
             spares: 3,
             clock_drift_ppm_max: 9,
             poll_qps_us: 100,
+            techniques: Techniques { contiguity: false, ..Techniques::default() },
             ..Options::default()
         };
         assert_eq!(all, expected);

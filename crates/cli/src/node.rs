@@ -189,6 +189,7 @@ pub fn option_name(setting: &str) -> String {
         "tiers" => "tier".to_owned(),
         "permissions_max" => "permissions".to_owned(),
         "clock_drift_ppm_max" => "clock-drift-ppm".to_owned(),
+        "delay" | "contiguity" | "handover" => format!("no-{setting}"),
         setting => setting.replace('_', "-"),
     }
 }
