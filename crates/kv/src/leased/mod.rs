@@ -40,7 +40,7 @@ use verbs::{Nic, Status};
 
 use self::blocks::Free;
 use self::held::Holdings;
-use self::names::{ANCHOR_BYTES, Layout, ROOT, Short};
+use self::names::{ANCHOR_BYTES, Kind, Layout, ROOT, Short, Spot};
 use crate::blocks::NoBlock;
 use crate::environment::Environment;
 use crate::error::Error;
@@ -304,6 +304,14 @@ impl<N: Nic> LeasedMemory<N> {
                     // The failed step and those behind it had no effect.
                     let right = &rights[more];
                     self.shared.held.lock().forget(right.name, &right.permission);
+                    // Without leases, a permission is local. Only the access finds out that the
+                    // object was freed, or that its generation has other upper bits.
+                    let Spot { name, kind, .. } = self.shared.layout.spot(steps[done].at());
+                    if !self.shared.pool.has_leases()
+                        && (kind == Kind::Table || !self.learn(name.entry).await?)
+                    {
+                        return Err(Stopped::Freed(format!("object {} was freed", name.entry)));
+                    }
                 }
                 // Another access has broken the QP.
                 Err(pool::Error::List { done: more, status: Status::Flushed, .. })

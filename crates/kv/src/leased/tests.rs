@@ -68,15 +68,23 @@ impl Reach for Losing {
 }
 
 fn memory(node: &Arc<EmbeddedNode>) -> Memory {
+    let settings = LeasedSettings { slab: 4096, objects: 4096, ..LeasedSettings::default() };
+    memory_of(node, settings)
+}
+
+fn memory_of(node: &Arc<EmbeddedNode>, settings: LeasedSettings) -> Memory {
     let domain = Some(DomainToken([1; 32]));
     let options = Options { groups: Some(1), domain, ..Options::default() };
     let pool = Pool::embedded_in(node, options).expect("a connection");
-    let settings = LeasedSettings { slab: 4096, objects: 4096, ..LeasedSettings::default() };
     block_on(Memory::create(pool, 0, GroupId(0), settings)).expect("memory")
 }
 
 fn node() -> Arc<EmbeddedNode> {
-    let scheme = pool::schemes::find("patronus").expect("a scheme");
+    node_of("patronus")
+}
+
+fn node_of(scheme: &str) -> Arc<EmbeddedNode> {
+    let scheme = pool::schemes::find(scheme).expect("a scheme");
     let settings = pool::Settings {
         donate_bytes: 8 << 20,
         chunk_bytes: 64 << 10,
@@ -107,6 +115,36 @@ fn permission_that_has_ended_costs_a_new_one_only() {
         assert_eq!(block_on(store.get(0, &key)).expect("a read"), Some(value));
     }
     assert!(memory.pool().stats().promotions > 10, "the NIC refused no access");
+}
+
+/// In a scheme without leases, only an access finds out about a generation.
+#[test]
+fn refused_access_without_leases_learns_the_generation() {
+    let node = node_of("rpc-data");
+    // With many entries, places have room for few bits of a generation.
+    let settings = LeasedSettings { slab: 64 << 10, objects: 1 << 18, ..LeasedSettings::default() };
+    let memory = memory_of(&node, settings);
+    let allocate =
+        || block_on(crate::blocks::SharedBlocks::allocate(&memory, 1024)).expect("a block").at(0);
+    let read = |at| block_on(memory.run(&mut [Step::Read { at, into: &mut [0; 8] }]));
+    let object = |at| {
+        let Spot { name, kind, .. } = memory.shared.layout.spot(at);
+        (name.entry, memory.object(name, kind))
+    };
+    // The entry of a freed object is used again, until the upper bits of its generation change.
+    let at = loop {
+        let at = allocate();
+        let (entry, object) = object(at);
+        if memory.shared.upper.lock().get(&entry).is_some_and(|upper| *upper > 0) {
+            break at;
+        }
+        block_on(memory.pool().free_object(&object)).expect("a free");
+    };
+    let (entry, object) = object(at);
+    memory.shared.upper.lock().remove(&entry);
+    read(at).expect("the upper bits are in the table of names");
+    block_on(memory.pool().free_object(&object)).expect("a free");
+    assert!(matches!(read(at), Err(Stopped::Freed(_))));
 }
 
 /// The steps before a refused one are not repeated.
