@@ -138,6 +138,12 @@ impl Hooks for SimHooks {
         Duration::from_nanos(self.local_now().as_ns())
     }
 
+    /// The time of the latest tick, as of a kernel with 250 ticks a second.
+    fn now_coarse(&self) -> Duration {
+        const TICK_NS: u64 = 4_000_000;
+        Duration::from_nanos(self.local_now().as_ns() / TICK_NS * TICK_NS)
+    }
+
     fn before(&self, call: Call) {
         if fiber::current().is_none() || fiber::is_ending() {
             return;

@@ -37,8 +37,8 @@ pub use events::{AsyncEvent, Events};
 pub use ids::{Access, Cqn, FunctionId, Key, KeyIndex, Pdn, Psn, Qpn, Srqn};
 pub use memory::{DmaMemory, PrefetchFor, Zeros};
 pub use nic::{
-    CompletionQueue, Guards, MemoryRegion, MemoryWindow, Nic, QpAttr, QueuePair, Receive,
-    ReceiveQueue, Rereg,
+    COARSE_LAG, CompletionQueue, Guards, MemoryRegion, MemoryWindow, Nic, QpAttr, QueuePair,
+    Receive, ReceiveQueue, Rereg,
 };
 pub use peer::{PairSecret, PathMtu, PeerAddress, RemotePeer, SecretSide};
 pub use region_engine::RegionEngine;

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use verbs::executor::block_on;
-use verbs::{Nic, Status};
+use verbs::{COARSE_LAG, Nic, Status};
 
 use super::detached::Detached;
 use super::{Inner, Pool, PoolStats};
@@ -389,9 +389,13 @@ impl<N: Nic> Inner<N> {
         }
     }
 
+    /// A lease that ends much later needs no exact time, whose reading takes as long as the rest
+    /// of the checks of an access.
     #[inline]
     fn has_expired(&self, until: Duration) -> bool {
-        until != Grant::FOREVER && self.nic.now() >= until
+        until != Grant::FOREVER
+            && self.nic.now_coarse() + COARSE_LAG >= until
+            && self.nic.now() >= until
     }
 
     #[cold]

@@ -114,6 +114,16 @@ fn list_with_an_expired_step_has_no_effect() {
     assert_eq!(executed(&pool), 0);
 }
 
+/// The check of a lease relies on this.
+#[test]
+fn coarse_time_is_never_later_than_the_exact_one() {
+    let pool = Pool::embedded(settings()).unwrap();
+    for _ in 0..100_000 {
+        let coarse = pool.nic().now_coarse();
+        assert!(coarse <= pool.nic().now());
+    }
+}
+
 #[test]
 fn refused_access_has_expired_only_after_its_lease() {
     let pool = Pool::embedded(settings()).unwrap();

@@ -57,6 +57,11 @@ pub trait Hooks: Clone + Send + Sync + 'static {
     /// See [`Nic::now`].
     fn now(&self) -> Duration;
 
+    /// See [`Nic::now_coarse`].
+    fn now_coarse(&self) -> Duration {
+        self.now()
+    }
+
     /// Runs before a verb.
     fn before(&self, call: Call);
 
@@ -262,6 +267,10 @@ impl<H: Hooks> Nic for InterposedNic<H> {
 
     fn now(&self) -> Duration {
         self.hooks.now()
+    }
+
+    fn now_coarse(&self) -> Duration {
+        self.hooks.now_coarse()
     }
 
     fn zero(&self, zeros: &mut Zeros, memory: &DmaMemory, offset: usize, len: usize) {

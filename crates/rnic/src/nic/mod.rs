@@ -256,6 +256,11 @@ impl Nic for SoftNic {
         self.function.descriptors()
     }
 
+    fn now_coarse(&self) -> Duration {
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::MonotonicCoarse);
+        Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+    }
+
     fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error> {
         self.function.alloc_dma(bytes).map_err(system("allocating memory for the NIC"))
     }
