@@ -53,6 +53,8 @@ use crate::shared::{SharedSettings, SharedStore};
 const SLAB_MAX: u32 = 64 << 10;
 /// Attempts of one access, of which each ends because a lease has ended.
 const TRIES: usize = 64;
+/// Largest number of doublings of a lease. The memory node limits leases, too.
+const DOUBLINGS: usize = 10;
 /// Lists in flight at once.
 const LISTS: usize = 3;
 
@@ -84,7 +86,8 @@ pub struct LeasedSettings {
     /// entries are addresses in units of 16 bytes. There, each object takes at least 16 bytes for
     /// each unit. For the first compute node only.
     pub entry_unit: u32,
-    /// Lease of each permission but those of splits.
+    /// Lease of each permission but those of splits. An access whose lease ended before its use is
+    /// repeated with twice the lease.
     pub lease: Duration,
     /// Lease of the exclusive permission of a split. A split takes a round trip for some slots, and
     /// an acquisition for each block. If the lease ends earlier, another client splits, too.
@@ -104,6 +107,16 @@ impl Default for LeasedSettings {
             split_lease: Duration::from_millis(100),
             end: End::Expire,
         }
+    }
+}
+
+impl LeasedSettings {
+    /// The lease of an access, after `ended` attempts of it whose leases ended before their use.
+    ///
+    /// It doubles, up to a bound: while the memory node is loaded, an acquisition may take longer
+    /// than the lease, and the same lease would end before its use again.
+    fn lease_after(&self, ended: usize) -> Duration {
+        self.lease.saturating_mul(1 << ended.min(DOUBLINGS))
     }
 }
 
@@ -201,9 +214,9 @@ impl<N: Nic> LeasedMemory<N> {
             return Err(NO_LEASES);
         }
         let mut bytes = [0; ANCHOR_BYTES];
-        let terms = LeaseTerms::shared_read(settings.lease);
         let mut result = Err(expired());
-        for _ in 0..TRIES {
+        for ended in 0..TRIES {
+            let terms = LeaseTerms::shared_read(settings.lease_after(ended));
             let permission = pool.acquire_in(group, &anchor, &terms).await.map_err(stopped)?;
             result = pool.read(&permission, 0, &mut bytes).await;
             if !result.as_ref().is_err_and(has_ended) {
@@ -269,9 +282,9 @@ impl<N: Nic> LeasedMemory<N> {
         access: impl AsyncFn(&Pool<N>, &Permission) -> Result<T, pool::Error>,
     ) -> Result<T, Error> {
         let Shared { pool, group, anchor, settings, .. } = &*self.shared;
-        let terms = LeaseTerms::shared_write(settings.lease);
         let mut result = Err(expired());
-        for _ in 0..TRIES {
+        for ended in 0..TRIES {
+            let terms = LeaseTerms::shared_write(settings.lease_after(ended));
             let permission = pool.acquire_in(*group, anchor, &terms).await.map_err(stopped)?;
             result = access(pool, &permission).await;
             if !result.as_ref().is_err_and(has_ended) {
@@ -286,9 +299,10 @@ impl<N: Nic> LeasedMemory<N> {
 
     /// Executes steps of one list.
     async fn run_list(&self, steps: &mut [Step<'_>]) -> Result<(), Stopped> {
-        let mut done = 0;
+        let (mut done, mut ended) = (0, 0);
         for _ in 0..TRIES {
-            let rights = self.permits(&steps[done..]).await?;
+            let lease = self.shared.settings.lease_after(ended);
+            let rights = self.permits(&steps[done..], lease).await?;
             let result = {
                 let rest = steps[done..].iter_mut().zip(&rights);
                 let mut list: SmallVec<[pool::Step<'_, N>; LIST]> =
@@ -298,7 +312,7 @@ impl<N: Nic> LeasedMemory<N> {
             match result {
                 Ok(()) => return Ok(()),
                 // Nothing was posted.
-                Err(pool::Error::Expired { .. }) => {}
+                Err(pool::Error::Expired { .. }) => ended += 1,
                 Err(pool::Error::List { done: more, status: Status::RemoteAccess, .. }) => {
                     done += more;
                     // The failed step and those behind it had no effect.

@@ -73,10 +73,12 @@ impl<N: Nic> LeasedMemory<N> {
         Wanted { name, kind, range, right }
     }
 
-    /// The rights of steps of one list, some of which may just have ended.
+    /// The rights of steps of one list, some of which may just have ended. `lease` is that of new
+    /// permissions and of extensions.
     pub(super) async fn permits(
         &self,
         steps: &[Step<'_>],
+        lease: Duration,
     ) -> Result<SmallVec<[StepRight; LIST]>, Stopped> {
         let wanted = steps.iter().map(|step| self.wanted(&range_of(step)));
         let wanted: SmallVec<[Wanted; LIST]> = wanted.collect();
@@ -87,14 +89,15 @@ impl<N: Nic> LeasedMemory<N> {
             }
         }
         if missing.len() > 1 {
-            let acquired = join(missing.into_iter().map(|one| self.permit(one)), WIDTH).await;
+            let acquired =
+                join(missing.into_iter().map(|one| self.permit(one, lease)), WIDTH).await;
             acquired.into_iter().try_for_each(|one| one.map(drop))?;
         }
         let mut rights = SmallVec::new();
         for (one, step) in wanted.iter().zip(steps) {
             let (permission, start) = match self.ready(one) {
                 Some(ready) => ready,
-                None => self.permit(one).await?,
+                None => self.permit(one, lease).await?,
             };
             let offset = self.shared.layout.spot(step.at()).offset - start;
             let (name, grant) = (one.name, permission.grant());
@@ -120,14 +123,14 @@ impl<N: Nic> LeasedMemory<N> {
     }
 
     /// A permission for `wanted`: one that is there, also by an extension, or a new one.
-    async fn permit(&self, wanted: &Wanted) -> Result<(Permission, u64), Stopped> {
+    async fn permit(&self, wanted: &Wanted, lease: Duration) -> Result<(Permission, u64), Stopped> {
         if let Some(ready) = self.ready(wanted) {
             return Ok(ready);
         }
         let Wanted { name, kind, range, right } = wanted.clone();
         let found = self.shared.held.lock().find(name, &range, right);
         if let Some((permission, start)) = found {
-            if kind != Kind::Values && self.extend(&permission).await? {
+            if kind != Kind::Values && self.extend(&permission, lease).await? {
                 return Ok((permission, start));
             }
             self.shared.held.lock().forget(name, &permission);
@@ -135,7 +138,7 @@ impl<N: Nic> LeasedMemory<N> {
         let terms = LeaseTerms {
             right,
             sharing: Sharing::Shared,
-            lease: self.shared.settings.lease,
+            lease,
             wait: None,
             range: Some(range.clone()),
         };
@@ -149,8 +152,8 @@ impl<N: Nic> LeasedMemory<N> {
     }
 
     /// Extends a lease. Returns false if the permission is of no use any more.
-    async fn extend(&self, permission: &Permission) -> Result<bool, Stopped> {
-        match self.shared.pool.extend(permission, self.shared.settings.lease).await {
+    async fn extend(&self, permission: &Permission, lease: Duration) -> Result<bool, Stopped> {
+        match self.shared.pool.extend(permission, lease).await {
             Ok(_) => Ok(true),
             Err(pool::Error::NotExtendable { left }) => Ok(left >= self.margin()),
             Err(pool::Error::Expired { .. }) => Ok(false),
@@ -214,7 +217,7 @@ impl<N: Nic> LeasedMemory<N> {
         if wanted.kind != Kind::Values || wanted.right == Right::Write {
             return Ok(None);
         }
-        let (permission, _) = self.permit(&wanted).await?;
+        let (permission, _) = self.permit(&wanted, self.shared.settings.lease).await?;
         Ok(Some(Open { name: wanted.name, permission }))
     }
 }

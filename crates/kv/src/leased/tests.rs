@@ -117,6 +117,27 @@ fn permission_that_has_ended_costs_a_new_one_only() {
     assert!(memory.pool().stats().promotions > 10, "the NIC refused no access");
 }
 
+/// As with a loaded memory node, whose replies come after the ends of their leases.
+#[test]
+fn lease_that_ends_before_its_use_becomes_longer() {
+    let settings = pool::Settings {
+        donate_bytes: 8 << 20,
+        chunk_bytes: 64 << 10,
+        scheme: pool::schemes::PATRONUS,
+        ..Default::default()
+    };
+    // No acquisition takes less than a microsecond.
+    let settings = settings.with("lease_min_us", 1);
+    let node = Arc::new(EmbeddedNode::start(&settings).expect("a memory node"));
+    let lease = Duration::from_micros(1);
+    let memory = memory_of(&node, LeasedSettings { slab: 4096, lease, ..Default::default() });
+    let block = block_on(crate::blocks::SharedBlocks::allocate(&memory, 1024)).expect("a block");
+    let mut old = 0;
+    let mut steps = [Step::Add { at: block.at(0), amount: 3, old: &mut old }];
+    block_on(memory.run(&mut steps)).expect("an access");
+    assert!(memory.pool().stats().expiries > 0, "each lease was long enough");
+}
+
 /// In a scheme without leases, only an access finds out about a generation.
 #[test]
 fn refused_access_without_leases_learns_the_generation() {
