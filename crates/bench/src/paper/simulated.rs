@@ -18,6 +18,10 @@ use units::Random;
 
 /// Quantum of a thread's fiber: virtual time that it may accumulate before it yields.
 const QUANTUM: Time = Time::us(1);
+/// Quantum of threads that share a connection: beyond the time between two waits of a thread. A
+/// post takes place under a lock of the connection. A fiber that yields within a post keeps the
+/// lock, and the next fiber that wants the lock stops the simulator, which is one thread.
+const QUANTUM_SHARED: Time = Time::us(1_000);
 
 /// A simulated cluster.
 pub struct SimulatedCluster {
@@ -109,6 +113,7 @@ impl Testbed for SimulatedCluster {
             .collect::<Result<Vec<_>, _>>()?;
         cluster.start();
         let joined = Rc::new(RefCell::new(Ok(Outcome::default())));
+        let quantum = if load.shared { QUANTUM_SHARED } else { QUANTUM };
         let mut fibers = Vec::new();
         for (at, member) in (0..load.threads).zip(barrier::members(load.threads)) {
             let each = load.threads_each();
@@ -121,7 +126,7 @@ impl Testbed for SimulatedCluster {
                 member,
             };
             let (joined, load, rng) = (joined.clone(), load.clone(), Random::stream(self.seed, at));
-            fibers.push(cluster.sim.spawn(format!("thread {at}"), QUANTUM, move || {
+            fibers.push(cluster.sim.spawn(format!("thread {at}"), quantum, move || {
                 let result = load::run(&thread, &load, rng);
                 let joined = &mut *joined.borrow_mut();
                 match (&mut *joined, result) {
