@@ -67,8 +67,11 @@ const GROUPS: u16 = 21;
 const LEASE_US: u64 = 100;
 /// Lease of a split, which reads a header of each block of the subtable.
 const SPLIT_LEASE_US: u64 = 2_000;
-/// Keys of the figure.
-const KEYS: u32 = 40_000;
+/// Keys of the figure. All clients together can insert about 16,000 keys in the time of the load.
+/// Most subtables are split when about two thirds of these keys are inserted.
+const KEYS: u32 = 9_000;
+/// Keys of a quick run, which has a quarter of the clients.
+const KEYS_QUICK: u32 = 4_000;
 /// Times of this machine over those of the cluster, whose requests take a tenth.
 const SCALE_HERE: u64 = 10;
 /// Leases on this machine, where the wake-up of a thread may take milliseconds.
@@ -92,6 +95,15 @@ fn leases_us(run: &Run<'_>) -> (u64, u64) {
     match run.testbed.simulated() {
         true => (LEASE_US, SPLIT_LEASE_US),
         false => (LEASE_HERE_US, SPLIT_LEASE_HERE_US),
+    }
+}
+
+/// The keys of the figure.
+fn keys(run: &Run<'_>) -> u32 {
+    match (run.testbed.simulated(), run.extent) {
+        (true, Extent::Full) => KEYS,
+        (true, Extent::Quick) => KEYS_QUICK,
+        (false, _) => run.rounds(KEYS_HERE),
     }
 }
 
@@ -133,7 +145,7 @@ fn figure(run: &Run<'_>, results: &mut Results, line: &Line) -> Result<(), Error
             verbs: WITHIN,
             end_us: END * epoch_us,
         },
-        keys: run.rounds(if run.testbed.simulated() { KEYS } else { KEYS_HERE }).into(),
+        keys: keys(run).into(),
         block_bytes: 64,
         groups: GROUPS,
         entry_unit: entry_unit(&line.contender),
