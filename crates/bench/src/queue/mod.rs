@@ -62,8 +62,9 @@ pub use producer::Producer;
 const METADATA_LEASE: Duration = Duration::from_secs(1);
 
 /// Steps of an operation after which the queue is taken to be damaged. Each step but the last one
-/// means that another member was faster, or that a permission has ended.
-const STEPS_MAX: u32 = 1 << 10;
+/// means that another member was faster, or that a permission has ended. With more producers than
+/// entries of a segment, some of them find each segment full until the others have ended.
+const STEPS_MAX: u32 = 1 << 16;
 
 /// Bytes of a segment with this number of entries.
 pub fn segment_bytes(entries: u64) -> u64 {
