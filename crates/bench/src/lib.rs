@@ -70,6 +70,14 @@ pub enum Error {
     /// A memory node that an experiment needs did not start.
     #[error("cannot start a memory node: {0}")]
     Node(String),
+    /// A point of an experiment failed.
+    #[error("{point}: {why}")]
+    Point {
+        /// The point, as the progress bar names it.
+        point: String,
+        /// The cause.
+        why: Box<Error>,
+    },
     /// The pool failed in an experiment.
     #[error(transparent)]
     Pool(#[from] pool::Error),

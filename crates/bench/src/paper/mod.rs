@@ -84,7 +84,8 @@ impl Run<'_> {
     /// Runs one measurement and advances the progress bar.
     fn load(&self, what: &str, load: &load::Load) -> Result<measure::Outcome, Error> {
         self.bar.say(what);
-        let outcome = self.testbed.run(load)?;
+        let failed = |why| Error::Point { point: what.into(), why: Box::new(why) };
+        let outcome = self.testbed.run(load).map_err(failed)?;
         self.bar.step();
         Ok(outcome)
     }
