@@ -39,8 +39,9 @@ const WINDOWS: u32 = 192;
 const PREPARED: Duration = Duration::from_millis(500);
 /// Requests in flight at once.
 const CREDITS: usize = 8;
-/// Bytes for blocks that wait for epochs.
-const LIMBO_BYTES: u64 = 32 << 20;
+/// Bytes for blocks that wait for epochs: more than all that the most operations write, as an epoch
+/// ends only after each thread of a loaded memory node has looked at it.
+const LIMBO_BYTES: u64 = 256 << 20;
 /// Time between two calls of the work that no operation waits for, in nanoseconds.
 const TEND_NS: u64 = 1_000_000;
 /// Attempts of an insert until the thread looks at the time.
