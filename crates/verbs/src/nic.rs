@@ -17,8 +17,8 @@ use crate::{
     Sge, SrqInfo, Srqn, WorkRequest, Zeros,
 };
 
-/// Greatest age of [`Nic::now_coarse`] while the machine runs: two ticks of the slowest kernel, which
-/// has 100 a second.
+/// Greatest age of [`Nic::now_coarse`] while the machine runs: two ticks of the slowest kernel,
+/// which has 100 a second.
 pub const COARSE_LAG: Duration = Duration::from_millis(20);
 
 /// A function of a NIC: the handle through which a process uses the NIC.
