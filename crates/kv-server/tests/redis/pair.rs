@@ -51,13 +51,28 @@ impl Theirs {
             .spawn()?;
         let mut theirs = Self { process, port, directory };
         // The server listens only once its process has started.
-        while TcpStream::connect(("127.0.0.1", port)).is_err() {
+        while !theirs.answers().unwrap_or(false) {
             if theirs.process.try_wait()?.is_some() {
                 return Ok(None);
             }
             std::thread::yield_now();
         }
-        Ok(theirs.process.try_wait()?.is_none().then_some(theirs))
+        Ok(Some(theirs))
+    }
+
+    /// True if this process answers at the port, and not a program that has taken the port before.
+    fn answers(&self) -> std::io::Result<bool> {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port))?;
+        // Without a listener, a connection that gets this port as its own is one to itself.
+        if stream.local_addr()? == stream.peer_addr()? {
+            return Ok(false);
+        }
+        stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+        stream.write_all(b"INFO server\r\nQUIT\r\n")?;
+        let mut reply = Vec::new();
+        stream.read_to_end(&mut reply)?;
+        let own = format!("process_id:{}\r\n", self.process.id());
+        Ok(String::from_utf8_lossy(&reply).contains(&own))
     }
 }
 
