@@ -63,7 +63,7 @@ const METADATA_LEASE: Duration = Duration::from_secs(1);
 
 /// Steps of an operation after which the queue is taken to be damaged. Each step but the last one
 /// means that another member was faster, or that a permission has ended. With more producers than
-/// entries of a segment, some of them find each segment full until the others have ended.
+/// entries of a segment, a producer may find more than a thousand full segments in a row.
 const STEPS_MAX: u32 = 1 << 16;
 
 /// Bytes of a segment with this number of entries.

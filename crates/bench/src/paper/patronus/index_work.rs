@@ -39,8 +39,8 @@ const WINDOWS: u32 = 192;
 const PREPARED: Duration = Duration::from_millis(500);
 /// Requests in flight at once.
 const CREDITS: usize = 8;
-/// Bytes for blocks that wait for epochs: more than all that the most operations write, as an epoch
-/// ends only after each thread of a loaded memory node has looked at it.
+/// Bytes for blocks that wait for epochs: more than 40,000 writes of 4 KiB need. An epoch ends only
+/// after each thread has looked at it, which takes long while the memory node is loaded.
 const LIMBO_BYTES: u64 = 256 << 20;
 /// Time between two calls of the work that no operation waits for, in nanoseconds.
 const TEND_NS: u64 = 1_000_000;
