@@ -9,8 +9,8 @@ use std::thread;
 use pool::scheme::Lane;
 use pool::scheme::index::EntryId;
 use pool::{
-    EmbeddedNode, Error, Grant, GroupId, LeaseTerms, Object, Others, Permission, Pool, Settings,
-    schemes,
+    EmbeddedNode, Error, Grant, GroupId, LeaseTerms, Object, Others, Permission, Pool, Right,
+    Settings, schemes,
 };
 
 use verbs::Key;
@@ -179,5 +179,30 @@ fn object_of_another_compute_node_is_acquired_and_freed() {
                 false
             }
         }
+    });
+}
+
+/// The holder writes its lifetime word itself, past the client's own check of the longest lease.
+#[test]
+fn lifetime_that_its_holder_writes_ends_at_the_longest_lease() {
+    let most = 4 * SHORT;
+    let settings = settings(schemes::PATRONUS_PAPER).with("lease_max_us", most.as_micros() as u64);
+    let bed = Bed::Embedded(Arc::new(EmbeddedNode::start(&settings).unwrap()));
+    check_on(bed, |bed| {
+        let (a, b) = (bed.connect(OURS), bed.connect(OURS));
+        let terms = LeaseTerms::exclusive(most);
+        let (object, first) = a.allocate_object_blocking(64, Others::Write, &terms).unwrap();
+        let header = first.lease().header.expect("the published form has headers");
+        let word = by_hand(header.addr, 8, header.rkey);
+        let word = word.leased(Right::Write, Grant::FOREVER);
+        let known = a.fetch_and_add_blocking(&word, 0, 0).unwrap();
+        let endless = 10 * LONG.as_micros() as u64;
+        assert_eq!(a.compare_and_swap_blocking(&word, 0, known, endless).unwrap(), known);
+        // The wait is shorter than the lifetime in the word. It is longer than the longest lease.
+        let patient = LeaseTerms::exclusive(SHORT).wait(LONG);
+        let second = b.acquire_blocking(&object, &patient).unwrap();
+        assert_dead(&a, &forged(&first));
+        b.revoke_blocking(&second).unwrap();
+        a.free_object_blocking(&object).unwrap();
     });
 }

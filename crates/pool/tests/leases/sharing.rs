@@ -1,5 +1,6 @@
 //! Domains, rights, conflicts, and the order of waiting requests.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -196,13 +197,18 @@ fn exclusive_permissions_exclude_each_other() {
         let terms = LeaseTerms::exclusive(LONG);
         let (object, first) = pools[0].allocate_object_blocking(64, Others::Write, &terms).unwrap();
         pools[0].revoke_blocking(&first).unwrap();
+        // Holders at this moment. A lost update alone would need two READs before either WRITE.
+        let holders = AtomicUsize::new(0);
         thread::scope(|scope| {
             for pool in &pools {
                 scope.spawn(|| {
                     for _ in 0..ROUNDS {
                         let permission = pool.acquire_blocking(&object, &terms).unwrap();
+                        assert_eq!(holders.fetch_add(1, Ordering::SeqCst), 0, "two holders");
                         let next = word(pool, &permission) + 1;
+                        thread::yield_now();
                         pool.write_blocking(&permission, 0, &next.to_be_bytes()).unwrap();
+                        assert_eq!(holders.fetch_sub(1, Ordering::SeqCst), 1, "two holders");
                         pool.revoke_blocking(&permission).unwrap();
                     }
                 });

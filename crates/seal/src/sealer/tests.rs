@@ -68,6 +68,17 @@ fn construction_has_the_documented_layout() {
     }
 }
 
+/// A counter that shares the low 32 bits of its store number with another one has another nonce.
+#[test]
+fn nonce_has_all_bits_of_generation_and_store_number() {
+    for counter in [0, u64::MAX].into_iter().chain((0..64).map(|bit| 1 << bit)) {
+        let bytes = nonce(counter);
+        let generation = u32::from_be_bytes(bytes[..4].try_into().unwrap());
+        let store = u64::from_be_bytes(bytes[4..].try_into().unwrap());
+        assert_eq!((u64::from(generation), store), (counter >> 48, counter & ((1 << 48) - 1)));
+    }
+}
+
 fn sealed_zeros(sealer: &Sealer) -> Seal {
     sealer.seal(0, &[0; 16], &mut [0; 16]).unwrap()
 }
