@@ -6,6 +6,7 @@ use std::sync::{Arc, OnceLock};
 use std::task::Waker;
 
 use parking_lot::Mutex;
+use redis_formats::command::bits::flag::WRITE;
 use redis_formats::command::{Command, Id, by_id};
 use redis_formats::reply::Protocol;
 
@@ -27,8 +28,10 @@ pub mod flag {
     pub const UNIX: u32 = 1 << 6;
     /// A pause holds the next command back.
     pub const PAUSED: u32 = 1 << 7;
+    /// The users have changed: the connection looks up its user and its rights again.
+    pub const USERS: u32 = 1 << 8;
     /// An event for the connection's task: it must look at the flags.
-    pub const EVENTS: u32 = KILLED | MAIL;
+    pub const EVENTS: u32 = KILLED | MAIL | USERS;
 }
 
 /// Limits of the bytes that wait for a connection.
@@ -68,6 +71,8 @@ pub struct Client {
     channels: AtomicUsize,
     patterns: AtomicUsize,
     queued: AtomicI64,
+    /// Bytes of the commands that wait for EXEC.
+    queued_bytes: AtomicUsize,
     input: AtomicUsize,
     input_capacity: AtomicUsize,
     output: AtomicUsize,
@@ -110,6 +115,7 @@ impl Client {
             channels: AtomicUsize::new(0),
             patterns: AtomicUsize::new(0),
             queued: AtomicI64::new(-1),
+            queued_bytes: AtomicUsize::new(0),
             input: AtomicUsize::new(0),
             input_capacity: AtomicUsize::new(0),
             output: AtomicUsize::new(0),
@@ -140,6 +146,12 @@ impl Client {
         self.wake();
     }
 
+    /// Has the connection look up its user again, before it takes its mail.
+    pub(crate) fn review(&self) {
+        self.set(flag::USERS);
+        self.wake();
+    }
+
     /// Sets the waker of the connection's task.
     pub(crate) fn set_waker(&self, waker: Waker) {
         self.waker.get_or_init(|| waker);
@@ -162,6 +174,7 @@ impl Client {
             mail.len() + self.output.load(Ordering::Relaxed)
         };
         if limit.hard > 0 && waiting as u64 > limit.hard {
+            self.log_output();
             return self.kill();
         }
         if !self.has(flag::MAIL) {
@@ -210,6 +223,46 @@ impl Client {
         self.output.store(output, Ordering::Relaxed);
     }
 
+    /// Notes that bytes came from the peer, or went to it.
+    pub(crate) fn note_active(&self, now_ms: u64) {
+        self.last_ms.store(now_ms, Ordering::Relaxed);
+    }
+
+    /// Returns whether more bytes wait for the connection than `limit` allows at any time.
+    pub(crate) fn is_over_hard(&self, limit: OutputLimit) -> bool {
+        limit.hard > 0 && self.waiting_bytes() as u64 > limit.hard
+    }
+
+    /// Logs that the connection ends because of `client-output-buffer-limit`.
+    pub(crate) fn log_output(&self) {
+        tracing::warn!(
+            client = self.id,
+            address = &*self.address,
+            bytes = self.waiting_bytes(),
+            class = self.output_class(),
+            "a connection reached client-output-buffer-limit and is closed: it does not read"
+        );
+    }
+
+    /// Bytes of this process's memory for the connection.
+    pub(crate) fn memory(&self) -> usize {
+        let number = |atomic: &AtomicUsize| atomic.load(Ordering::Relaxed);
+        let buffers = number(&self.input_capacity) + self.waiting_bytes();
+        buffers + number(&self.queued_bytes) + size_of::<Self>()
+    }
+
+    /// The class whose limit of output the connection has.
+    pub(crate) fn output_class(&self) -> &'static str {
+        if self.has(flag::SUBSCRIBER | flag::MONITOR) { "pubsub" } else { "normal" }
+    }
+
+    /// Returns whether the latest command may change data.
+    pub(crate) fn writes(&self) -> bool {
+        let number = self.command.load(Ordering::Relaxed);
+        let id = number.checked_sub(1).and_then(id_of);
+        id.is_some_and(|id| id == Id::Exec || by_id(id).0.has(WRITE))
+    }
+
     /// Notes the bytes of the input from the present request on.
     pub(crate) fn note_input(&self, bytes: usize) {
         self.input.store(bytes, Ordering::Relaxed);
@@ -223,7 +276,8 @@ impl Client {
         self.protocol.store(protocol.number() as u32, Ordering::Relaxed);
     }
 
-    pub(crate) fn set_queued(&self, count: Option<usize>) {
+    pub(crate) fn set_queued(&self, count: Option<usize>, bytes: usize) {
+        self.queued_bytes.store(bytes, Ordering::Relaxed);
         self.queued.store(count.map_or(-1, |count| count as i64), Ordering::Relaxed);
     }
 
@@ -289,7 +343,7 @@ impl Client {
         let seconds = |since: u64| now_ms.saturating_sub(since) / 1000;
         let (input, capacity) = (number(&self.input), number(&self.input_capacity));
         let waiting = self.waiting_bytes();
-        let memory = capacity + waiting + size_of::<Self>();
+        let (memory, queued) = (self.memory(), number(&self.queued_bytes));
         let (age, idle) = (seconds(self.since_ms), seconds(self.last_ms()));
         let _ = write!(
             out,
@@ -301,7 +355,7 @@ impl Client {
         let _ = write!(
             out,
             " db={} sub={} psub={} ssub=0 multi={} qbuf={input} qbuf-free={} argv-mem=0 \
-             multi-mem=0 rbs=0 rbp=0 obl={waiting} oll=0 omem={waiting} tot-mem={memory}",
+             multi-mem={queued} rbs=0 rbp=0 obl={waiting} oll=0 omem={waiting} tot-mem={memory}",
             self.db.load(Ordering::Relaxed),
             number(&self.channels),
             number(&self.patterns),

@@ -19,6 +19,7 @@ use crate::keyspace::Keyspace;
 use crate::net::event_loop::{Readiness, Seat};
 use crate::net::listen::Accepted;
 use crate::net::stream::Stream;
+use crate::panics;
 use crate::session::Session;
 use crate::worker::Worker;
 
@@ -30,6 +31,10 @@ const LARGE_BYTES: usize = 16 << 10;
 const LARGE_GROWTH_BYTES: usize = 1 << 20;
 /// Replies of this length are sent before the next command is executed.
 const FLUSH_BYTES: usize = 64 << 10;
+/// Memory of the output that a connection keeps.
+const OUTPUT_KEPT_BYTES: usize = 1 << 20;
+/// Growth of the output after which the memory of all connections is tested.
+const TEST_BYTES: usize = 1 << 20;
 /// Commands that a connection executes before other connections have their turn.
 const COMMANDS_MAX: u32 = 256;
 
@@ -56,6 +61,12 @@ struct Connection<K: Keyspace> {
     /// Bytes of the last large value that are missing.
     missing: usize,
     out: Vec<u8>,
+    /// Bytes of `out` that the socket has taken.
+    sent: usize,
+    /// Bytes of `out` that waited when limits were tested.
+    noted: usize,
+    /// Bytes that waited when the memory of all connections was tested.
+    tested: usize,
     worker: Rc<Worker>,
     store: Arc<K>,
 }
@@ -81,6 +92,9 @@ pub(crate) async fn serve<K: Keyspace>(accepted: Accepted, seat: Seat<K>) {
                 large: Vec::new(),
                 missing: 0,
                 out: Vec::new(),
+                sent: 0,
+                noted: 0,
+                tested: 0,
                 worker: seat.worker,
                 store: seat.store,
             };
@@ -102,11 +116,12 @@ impl<K: Keyspace> Connection<K> {
     async fn run(&mut self) -> io::Result<()> {
         loop {
             let next = self.execute_input().await?;
-            self.send().await?;
             if next == Next::Close {
+                self.flush().await?;
                 self.stream.close();
                 return Ok(());
             }
+            self.send()?;
             self.read().await?;
         }
     }
@@ -148,7 +163,7 @@ impl<K: Keyspace> Connection<K> {
                 Ok(Some(used)) => {
                     self.client().note_input(self.input.len() - self.begin);
                     self.read_ahead().await;
-                    self.execute().await;
+                    self.execute().await?;
                     self.begin += used;
                     self.large.clear();
                 }
@@ -164,8 +179,8 @@ impl<K: Keyspace> Connection<K> {
                 self.client().set(flag::CLOSING);
                 return Ok(Next::Close);
             }
-            if self.out.len() >= FLUSH_BYTES {
-                self.send().await?;
+            if self.waiting() >= FLUSH_BYTES {
+                self.send()?;
             }
             executed += 1;
             if executed % COMMANDS_MAX == 0 {
@@ -201,8 +216,8 @@ impl<K: Keyspace> Connection<K> {
         self.session.ahead.begin_next();
     }
 
-    /// Executes the request that the parser has returned.
-    async fn execute(&mut self) {
+    /// Executes the request that the parser has returned. Fails if the command has panicked.
+    async fn execute(&mut self) -> io::Result<()> {
         let input = &self.input[self.begin..];
         let args = Args::of_request(self.parser.arguments(input), &self.large);
         let request = Request {
@@ -213,7 +228,22 @@ impl<K: Keyspace> Connection<K> {
             worker: &self.worker,
             store: &*self.store,
         };
-        dispatch::execute(request).await;
+        if panics::catch(dispatch::execute(request)).await.is_ok() {
+            return Ok(());
+        }
+        let (client, server) = (&self.session.client, &self.worker.server);
+        tracing::error!(
+            client = client.id,
+            address = &*client.address,
+            "a command failed inside the server, and its connection is closed; report the message \
+             above"
+        );
+        // The code of the commands works on copies, and its panics are caught there. This panic is
+        // of the store, in a change of which any part may be done.
+        if client.writes() {
+            server.fail("the store failed in a change of data; report the error".to_owned());
+        }
+        Err(ErrorKind::Other.into())
     }
 
     /// Takes the mail of other connections. Fails if the connection was ended.
@@ -224,6 +254,13 @@ impl<K: Keyspace> Connection<K> {
         }
         if client.has(flag::KILLED) {
             return Err(ErrorKind::ConnectionAborted.into());
+        }
+        if client.has(flag::USERS) {
+            client.clear(flag::USERS);
+            let users = &self.worker.server.users;
+            if !users.admits(&mut self.session.login, &self.session.subscriptions) {
+                return Err(ErrorKind::PermissionDenied.into());
+            }
         }
         client.take_mail(&mut self.out);
         Ok(())
@@ -258,36 +295,78 @@ impl<K: Keyspace> Connection<K> {
         Ok(Next::Read)
     }
 
-    /// Sends the replies. Waits if the peer does not read.
-    async fn send(&mut self) -> io::Result<()> {
-        let (mut sent, mut has_waited) = (0, false);
-        while sent < self.out.len() || self.stream.holds_bytes() {
-            match self.stream.write(&self.out[sent..]) {
+    /// Bytes of the replies that the socket has not taken.
+    fn waiting(&self) -> usize {
+        self.out.len() - self.sent
+    }
+
+    /// Sends as much as the socket takes now. Fails if the rest is above a limit.
+    fn send(&mut self) -> io::Result<()> {
+        while self.readiness.writable.get() && (self.waiting() > 0 || self.stream.holds_bytes()) {
+            match self.stream.write(&self.out[self.sent..]) {
                 Ok(count) => {
-                    sent += count;
+                    self.sent += count;
                     self.worker.stats().sent.add(count as u64);
                     self.worker.stats().writes.add(1);
+                    self.client().note_active(self.worker.now_ms());
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    has_waited = true;
                     self.readiness.writable.set(false);
-                    self.note_buffers(self.out.len() - sent);
-                    let (client, readiness) = (&self.session.client, &self.readiness);
-                    let _rest = self.worker.rest();
-                    readiness.wait(|| client.has(flag::KILLED) || readiness.writable.get()).await;
-                    if client.has(flag::KILLED) {
-                        return Err(ErrorKind::ConnectionAborted.into());
-                    }
                 }
                 Err(error) => return Err(error),
             }
         }
-        self.out.clear();
-        if has_waited {
-            self.note_buffers(0);
+        if self.waiting() == 0 {
+            self.out.clear();
+            self.out.shrink_to(OUTPUT_KEPT_BYTES);
+            self.sent = 0;
+        } else if self.sent > self.waiting() {
+            self.out.drain(..self.sent);
+            self.sent = 0;
         }
-        Ok(())
+        self.test_limits()
+    }
+
+    /// Fails if the bytes that wait are above a limit of this connection or of all connections.
+    fn test_limits(&mut self) -> io::Result<()> {
+        let waiting = self.waiting();
+        if waiting == self.noted {
+            return Ok(());
+        }
+        self.noted = waiting;
+        self.note_buffers(waiting);
+        let (client, live) = (&self.session.client, &self.worker.server.config.live);
+        if client.is_over_hard(live.output_limit(client.output_class())) {
+            client.log_output();
+            return Err(ErrorKind::OutOfMemory.into());
+        }
+        self.tested = self.tested.min(waiting);
+        if waiting - self.tested >= TEST_BYTES {
+            self.tested = waiting;
+            let evicted = self.worker.server.clients.evict(live.client_memory());
+            self.worker.stats().evicted_clients.add(evicted);
+        }
+        match client.has(flag::KILLED) {
+            true => Err(ErrorKind::ConnectionAborted.into()),
+            false => Ok(()),
+        }
+    }
+
+    /// Sends all replies before the end of the connection. Waits if the peer does not read.
+    async fn flush(&mut self) -> io::Result<()> {
+        loop {
+            self.send()?;
+            if self.waiting() == 0 && !self.stream.holds_bytes() {
+                return Ok(());
+            }
+            let (client, readiness) = (&self.session.client, &self.readiness);
+            let _rest = self.worker.rest();
+            readiness.wait(|| client.has(flag::KILLED) || readiness.writable.get()).await;
+            if client.has(flag::KILLED) {
+                return Err(ErrorKind::ConnectionAborted.into());
+            }
+        }
     }
 
     fn note_buffers(&self, output: usize) {
@@ -295,7 +374,7 @@ impl<K: Keyspace> Connection<K> {
         self.client().note_buffers(self.input.len() + large, self.input.capacity() + large, output);
     }
 
-    /// Waits for bytes, and reads them. Returns early if mail has come.
+    /// Waits for bytes, and reads them. Sends mail and replies meanwhile.
     async fn read(&mut self) -> io::Result<()> {
         loop {
             if !self.readiness.readable.get() {
@@ -303,31 +382,39 @@ impl<K: Keyspace> Connection<K> {
                 self.wait().await;
             }
             self.take_events()?;
-            if !self.out.is_empty() {
-                return Ok(());
-            }
+            self.send()?;
             if !self.readiness.readable.get() {
                 continue;
             }
-            if self.read_now()? {
-                return Ok(());
+            match self.read_now() {
+                Ok(true) => return Ok(()),
+                Ok(false) => {}
+                Err(error) if error.kind() == ErrorKind::UnexpectedEof => {
+                    // A peer that has closed its side only reads on.
+                    self.flush().await?;
+                    return Err(error);
+                }
+                Err(error) => return Err(error),
             }
         }
     }
 
     /// Gives empty buffers back before a wait, so that an idle connection has none.
     fn rest(&mut self) {
-        self.note_buffers(0);
+        self.note_buffers(self.waiting());
         if self.input.is_empty() {
             self.worker.give_buffer(std::mem::take(&mut self.input));
         }
-        self.worker.give_buffer(std::mem::take(&mut self.out));
+        if self.out.is_empty() {
+            self.worker.give_buffer(std::mem::take(&mut self.out));
+        }
         self.worker.give_buffer(self.session.ahead.take_bytes());
     }
 
     async fn wait(&self) {
         let (client, readiness, stream) = (&self.session.client, &self.readiness, &self.stream);
-        let has_room = || stream.holds_bytes() && readiness.writable.get();
+        let has_output = self.waiting() > 0;
+        let has_room = || (has_output || stream.holds_bytes()) && readiness.writable.get();
         let is_awaited = || client.has(flag::EVENTS) || readiness.readable.get() || has_room();
         let _rest = self.worker.rest();
         readiness.wait(is_awaited).await;
@@ -337,6 +424,8 @@ impl<K: Keyspace> Connection<K> {
     fn read_now(&mut self) -> io::Result<bool> {
         if self.input.capacity() == 0 {
             self.input = self.worker.take_buffer();
+        }
+        if self.out.capacity() == 0 {
             self.out = self.worker.take_buffer();
         }
         let taken = match self.large.last_mut().filter(|_| self.missing > 0) {
@@ -344,7 +433,7 @@ impl<K: Keyspace> Connection<K> {
                 // Memory follows the bytes that came, not the length that was announced.
                 if large.bytes.len() == large.bytes.capacity() {
                     let more = large.bytes.len().max(LARGE_GROWTH_BYTES);
-                    large.bytes.reserve_exact(more.min(self.missing));
+                    large.bytes.try_reserve_exact(more.min(self.missing))?;
                 }
                 let spare = large.bytes.capacity() - large.bytes.len();
                 let most = spare.min(self.missing);
@@ -370,6 +459,7 @@ impl<K: Keyspace> Connection<K> {
         let stats = self.worker.stats();
         stats.received.add(taken.count as u64);
         stats.reads.add(1);
+        self.client().note_active(self.worker.now_ms());
         if self.missing > 0 {
             self.missing -= taken.count;
         }

@@ -34,15 +34,19 @@ impl Cron {
             let is_exempt = client.has(flag::SUBSCRIBER | flag::MONITOR | flag::PAUSED);
             let idle_ms = now_ms.saturating_sub(client.last_ms());
             let is_idle = timeout_ms > 0 && !is_exempt && idle_ms > timeout_ms;
-            let gets_mail = client.has(flag::SUBSCRIBER | flag::MONITOR);
-            let class = if gets_mail { "pubsub" } else { "normal" };
-            let limit = server.config.live.output_limit(class);
-            if is_idle || client.is_over(limit, now_ms) {
+            let limit = server.config.live.output_limit(client.output_class());
+            let is_over = client.is_over(limit, now_ms);
+            if is_over {
+                client.log_output();
+            }
+            if is_idle || is_over {
                 client.kill();
             }
         }
         if worker.index == 0 {
             server.pause.forget(now_ms);
+            let evicted = server.clients.evict(server.config.live.client_memory());
+            worker.stats().evicted_clients.add(evicted);
             server.peak_memory.fetch_max(store.usage().used, Ordering::Relaxed);
             self.measure(worker);
         }

@@ -56,6 +56,8 @@ pub struct Data<N: Nic = DefaultNic> {
     /// The store.
     pub store: Store<N>,
     memory: PoolMemory<N>,
+    /// Bytes of all chunks of the pools.
+    capacity: u64,
     state: State,
 }
 
@@ -83,9 +85,15 @@ impl<N: Nic> Data<N> {
         if pools.iter().any(|pool| pool.first_chunk().is_none()) {
             return Err(Error::Scheme);
         }
+        let bytes = |pool: &Pool<N>| match &pool.welcome().offer {
+            // A memory node that does not tell the number of its chunks.
+            offer if offer.chunks == 0 => u64::MAX,
+            offer => offer.chunks.saturating_mul(offer.chunk_bytes),
+        };
+        let capacity = pools.iter().map(bytes).fold(0, u64::saturating_add);
         let memory = PoolMemory::over(pools, heap)?;
         let store = Store::create_blocking(memory.clone(), memory.clone(), System, settings)?;
-        Ok(Self { store, memory, state: State::default() })
+        Ok(Self { store, memory, capacity, state: State::default() })
     }
 
     /// The pool of the first memory node.

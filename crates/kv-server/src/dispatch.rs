@@ -288,7 +288,7 @@ async fn wait_for_pause<K: Keyspace>(context: &Context<'_, K>) -> bool {
 fn queue<K: Keyspace>(context: &mut Context<'_, K>) {
     let queued = Queued::new(context.command, &context.args);
     if let Some(queue) = &mut context.session.queue {
-        queue.commands.push(queued);
+        queue.push(queued);
     }
     context.session.show_queue();
     context.reply().simple("QUEUED");

@@ -38,6 +38,7 @@ pub mod metrics;
 mod monitor;
 mod net;
 pub mod notify;
+mod panics;
 mod process;
 mod random;
 mod security_log;

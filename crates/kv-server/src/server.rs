@@ -11,7 +11,7 @@ use redis_formats::command::bits::flag;
 use redis_formats::command::{Command, Id};
 
 use crate::channels::Channels;
-use crate::client::Client;
+use crate::client::{Client, flag as client_flag};
 use crate::config::Config;
 use crate::latency::Latency;
 use crate::monitor::Monitors;
@@ -57,6 +57,45 @@ impl Clients {
             self.all.lock().remove(&client.id);
             self.leave();
         }
+    }
+
+    /// Has the connections that receive messages look up their users: a user is gone or changed.
+    /// Other connections do so at their next command.
+    pub fn review(&self) {
+        let listens =
+            |client: &&Arc<Client>| client.has(client_flag::SUBSCRIBER | client_flag::MONITOR);
+        self.all.lock().values().filter(listens).for_each(|client| client.review());
+    }
+
+    /// Ends the connections with the most memory until all have at most `limit` bytes; 0 is no
+    /// limit. Returns how many end.
+    pub fn evict(&self, limit: u64) -> u64 {
+        let all = if limit == 0 { Vec::new() } else { self.list() };
+        let lives = |client: &&Arc<Client>| !client.has(client_flag::KILLED);
+        let mut sizes: Vec<_> =
+            all.iter().filter(lives).map(|client| (client.memory() as u64, client)).collect();
+        let mut total: u64 = sizes.iter().map(|(bytes, _)| bytes).sum();
+        if total <= limit {
+            return 0;
+        }
+        sizes.retain(|(_, client)| !client.has(client_flag::NO_EVICT));
+        sizes.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
+        let mut evicted = 0;
+        for (bytes, client) in sizes {
+            if total <= limit {
+                break;
+            }
+            tracing::warn!(
+                client = client.id,
+                address = &*client.address,
+                bytes,
+                "the connections have more memory than maxmemory-clients: this one is closed"
+            );
+            client.kill();
+            total -= bytes;
+            evicted += 1;
+        }
+        evicted
     }
 
     /// All connections, in the order of their numbers.

@@ -54,14 +54,22 @@ impl Queued {
 pub struct Queue {
     /// The commands.
     pub commands: Vec<Queued>,
+    /// Bytes of all arguments.
+    bytes: usize,
     /// A command was refused, so EXEC is refused.
     pub is_broken: bool,
 }
 
 impl Queue {
+    /// Adds a command.
+    pub(crate) fn push(&mut self, queued: Queued) {
+        self.bytes += queued.bytes();
+        self.commands.push(queued);
+    }
+
     /// Bytes of all arguments.
     pub(crate) fn bytes(&self) -> usize {
-        self.commands.iter().map(Queued::bytes).sum()
+        self.bytes
     }
 }
 
@@ -167,7 +175,8 @@ impl Session {
     /// Shows CLIENT LIST the number of commands that wait.
     pub(crate) fn show_queue(&self) {
         let count = self.queue.as_ref().map(|queue| queue.commands.len());
-        self.client.set_queued(count);
+        let bytes = self.queue.as_ref().map_or(0, Queue::bytes);
+        self.client.set_queued(count, bytes);
     }
 
     /// Notes that a command was refused. A transaction cannot be executed then.

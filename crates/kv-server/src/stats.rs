@@ -170,6 +170,8 @@ pub struct Stats {
     pub expired: Counter,
     /// Keys that were evicted.
     pub evicted: Counter,
+    /// Connections that were ended for `maxmemory-clients`.
+    pub evicted_clients: Counter,
     /// Commands that changed data.
     pub changes: Counter,
     /// Waves of ready tasks.
@@ -195,6 +197,7 @@ impl Default for Stats {
             misses: Counter::default(),
             expired: Counter::default(),
             evicted: Counter::default(),
+            evicted_clients: Counter::default(),
             changes: Counter::default(),
             waves: Counter::default(),
             denied: Counter::default(),
@@ -224,6 +227,7 @@ impl Stats {
             &self.misses,
             &self.expired,
             &self.evicted,
+            &self.evicted_clients,
             &self.denied,
         ];
         all.into_iter().for_each(Counter::reset);

@@ -6,6 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::RwLock;
 use redis_formats::acl::{User, Users as Table};
 
+use crate::session::Subscriptions;
+
 /// The users. A change increases the version, and connections then look up their user again.
 #[derive(Debug)]
 pub(crate) struct Users {
@@ -84,6 +86,15 @@ impl Users {
         let Some(user) = table.get(&login.name) else { return false };
         *login = self.login(user, login.is_authenticated, version);
         true
+    }
+
+    /// Returns whether a connection may go on after a change of the users: its user exists, and
+    /// has the right to each subscription.
+    pub fn admits(&self, login: &mut Login, subscriptions: &Subscriptions) -> bool {
+        self.renew(login)
+            && (login.is_unrestricted
+                || subscriptions.channels.iter().all(|name| login.user.may_receive(name))
+                    && subscriptions.patterns.iter().all(|name| login.user.may_receive_all(name)))
     }
 
     /// Sets the password of the user `default`; an empty one removes it.

@@ -142,13 +142,13 @@ fn resident() -> u64 {
 }
 
 #[test]
-fn slow_reader_holds_only_itself_back() {
+fn replies_that_are_not_read_wait_within_the_limits() {
     let server = start(&[]);
     let mut client = server.connect();
     let value = vec![b'x'; 1 << 20];
     client.command(&[b"SET", b"k", &value]);
     assert_eq!(client.reply(), "OK");
-    // 200 replies of 1 MiB that are not read: the server stops reading this connection.
+    // All requests are sent before a reply is read, as pipelines of many clients do.
     for _ in 0..200 {
         client.command(&[b"GET", b"k"]);
     }
@@ -159,13 +159,51 @@ fn slow_reader_holds_only_itself_back() {
         let field = line.split(' ').find_map(|word| word.strip_prefix("omem=")).unwrap();
         field.parse::<usize>().unwrap()
     };
-    for _ in 0..100 {
-        assert!(waiting(&mut other) < 4 << 20, "replies pile up");
-    }
+    while waiting(&mut other) < 150 << 20 {}
+    let memory = other.ask("info memory");
+    let clients = memory.lines().find_map(|line| line.strip_prefix("mem_clients_normal:"));
+    assert!(clients.unwrap().parse::<usize>().unwrap() > 150 << 20);
     for _ in 0..200 {
         assert_eq!(client.line(), "$1048576");
         client.take(value.len() + 2);
     }
+    while waiting(&mut other) > 0 {}
+    // With a limit for each connection, and with one for all of them, this connection ends.
+    for limit in ["client-output-buffer-limit 'normal 8mb 0 0'", "maxmemory-clients 8mb"] {
+        let mut client = server.connect();
+        assert_eq!(other.ask(&format!("config set {limit}")), "OK");
+        for _ in 0..200 {
+            let request = b"*2\r\n$3\r\nGET\r\n$1\r\nk\r\n";
+            if client.stream.write_all(request).is_err() {
+                break;
+            }
+        }
+        while other.ask("client list").lines().count() > 2 {}
+        other.ask("config set client-output-buffer-limit 'normal 0 0 0' maxmemory-clients 0");
+    }
+    assert!(other.ask("info stats").contains("evicted_clients:1\r\n"));
+}
+
+/// `timeout` is about connections without bytes, not about those without commands.
+#[test]
+fn slow_writer_and_slow_reader_are_not_idle() {
+    let server = start(&[("timeout", "1")]);
+    let (mut writer, mut reader) = (server.connect(), server.connect());
+    let value = vec![b'x'; 24 << 20];
+    reader.command(&[b"SET", b"r", &value]);
+    assert_eq!(reader.reply(), "OK");
+    reader.command(&[b"GET", b"r"]);
+    writer.send("*3\r\n$3\r\nSET\r\n$1\r\nw\r\n$180\r\n");
+    for _ in 0..18 {
+        writer.send([b'y'; 10]);
+        // Faster than the timeout, and longer in sum.
+        std::thread::sleep(std::time::Duration::from_millis(130));
+        reader.take(1 << 20);
+    }
+    writer.send("\r\n");
+    assert_eq!(writer.reply(), "OK");
+    reader.take((6 << 20) + 13);
+    assert_eq!(reader.ask("PING"), "PONG");
 }
 
 #[test]

@@ -48,6 +48,29 @@ fn keys_and_transactions_are_those_of_redis() {
     compare(include_str!("redis/keys.txt"));
 }
 
+/// Lengths from requests take no memory that the pool has not.
+#[test]
+fn far_offsets_are_refused_before_memory_is_taken() {
+    let mut pair = Pair::of_ours(Ours::start_over(64 << 20, None));
+    pair.connect("2");
+    pair.ask_one(1, "CONFIG SET proto-max-bulk-len 9223372036854775807");
+    let (full, far) = ("-OOM command not allowed", 8 * (100_u64 << 20));
+    for (line, start) in [
+        (format!("SETRANGE k {} x", 100 << 20), full),
+        (format!("SETBIT k {far} 1"), full),
+        (format!("BITFIELD k SET u8 {far} 1"), full),
+        (format!("SETRANGE k {} x", 1_u64 << 40), "-ERR string exceeds maximum allowed size"),
+        (format!("SETBIT k {} 1", 1_u64 << 50), "-ERR bit offset is not an integer"),
+        (format!("BITFIELD k SET i64 {} 1", i64::MAX - 70), "-ERR bit offset is not an integer"),
+        (format!("BITFIELD k GET i64 {} ", i64::MAX - 70), "-ERR bit offset is not an integer"),
+    ] {
+        let reply = String::from_utf8(pair.ask_one(1, &line)).unwrap();
+        assert!(reply.starts_with(start), "{line}: {reply}");
+    }
+    assert_eq!(pair.ask_one(1, "EXISTS k"), b":0\r\n");
+    assert_eq!(pair.ask_one(1, "SETRANGE k 1000 x"), b":1001\r\n");
+}
+
 /// Values are read ahead of their requests, between which others change them.
 #[test]
 fn pipelines_are_those_of_redis() {

@@ -295,3 +295,49 @@ fn monitor_that_does_not_read_is_ended() {
     }
     panic!("the connection is never ended");
 }
+
+/// A subscriber and MONITOR read nothing of the socket, so no command looks up their user.
+#[test]
+fn listener_ends_with_its_user_or_its_channel() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("users.acl");
+    let both = "user bob on nopass +@all &news &n*\nuser eve on nopass +@all\n";
+    std::fs::write(&file, both).unwrap();
+    let server = start(&[("aclfile", file.to_str().unwrap())]);
+    let mut admin = server.connect();
+    let listen = |user: &str, line: &str| {
+        let mut client = server.connect();
+        assert_eq!(client.ask(&format!("auth {user} x")), "OK");
+        client.ask(line);
+        client
+    };
+    let mut one = listen("bob", "subscribe news");
+    let mut two = listen("bob", "psubscribe n*");
+    let mut kept = listen("default", "subscribe news");
+    let mut monitor = listen("eve", "monitor");
+    // Redis ends those whose channel is gone, and leaves the others.
+    assert_eq!(admin.ask("acl setuser bob resetchannels &news"), "OK");
+    admin.ask("publish news 1");
+    assert_eq!(two.rest(), b"");
+    assert_eq!(one.reply(), "[message news 1]");
+    std::fs::write(&file, "user carl on nopass\n").unwrap();
+    assert_eq!(admin.ask("acl load"), "OK");
+    admin.ask("publish news 2");
+    assert_eq!(one.rest(), b"");
+    let seen = String::from_utf8(monitor.rest()).unwrap();
+    assert!(seen.contains("\"publish\" \"news\" \"1\"") && !seen.contains("\"2\""), "{seen}");
+    assert_eq!(kept.reply(), "[message news 1]");
+    assert_eq!(kept.reply(), "[message news 2]");
+}
+
+#[test]
+fn panic_in_a_command_costs_its_connection_only() {
+    let server = start(&[("enable-debug-command", "yes")]);
+    let (mut one, mut other) = (server.connect(), server.connect());
+    assert_eq!(other.ask("set a 1"), "OK");
+    one.send("debug panic\r\nset a 2\r\n");
+    assert_eq!(one.rest(), b"");
+    assert_eq!(other.ask("get a"), "1");
+    while other.ask("client list").lines().count() > 1 {}
+    assert_eq!(server.connect().ask("ping"), "PONG");
+}

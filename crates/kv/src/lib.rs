@@ -104,5 +104,6 @@ mod ticket;
 mod uses;
 
 pub use error::Error;
+pub use layout::block::VALUE_MAX;
 pub use shared::{SharedSettings, SharedStore, SplitLock};
 pub use store::*;

@@ -167,7 +167,10 @@ pub(super) fn set<K: Keyspace>(cx: &mut Context<'_, K>) {
     let first = (is_new && opens).then_some(&b"allchannels"[..]);
     let rules: Vec<&[u8]> = first.into_iter().chain(cx.args.from(3)).collect();
     match cx.server().users.change(|users| users.set(name, rules)) {
-        Ok(()) => cx.reply().ok(),
+        Ok(()) => {
+            cx.server().clients.review();
+            cx.reply().ok();
+        }
         Err(error) => cx.error(format!("ERR {error}")),
     }
 }
@@ -184,6 +187,7 @@ pub(super) fn load<K: Keyspace>(cx: &mut Context<'_, K>) {
     match Users::parse(&text) {
         Ok(read) => {
             cx.server().users.change(|users| *users = read);
+            cx.server().clients.review();
             cx.reply().ok();
         }
         Err(error) => cx.error(format!("ERR {error}; nothing was changed")),

@@ -8,10 +8,19 @@ use redis_formats::reply::Protocol;
 use crate::context::Context;
 use crate::keyspace::Keyspace;
 
-const OWN: [&str; 8] =
-    ["sleep", "set-active-expire", "error", "protocol", "log", "help", "pause-cron", "replybuffer"];
+const OWN: [&str; 9] = [
+    "panic",
+    "sleep",
+    "set-active-expire",
+    "error",
+    "protocol",
+    "log",
+    "help",
+    "pause-cron",
+    "replybuffer",
+];
 
-const HELP: [&str; 21] = [
+const HELP: [&str; 23] = [
     "DEBUG <subcommand> [<arg> [value] [opt] ...]. Subcommands are:",
     "DIGEST",
     "    Returns a hash of all keys and values.",
@@ -23,6 +32,8 @@ const HELP: [&str; 21] = [
     "    Writes a line to the log.",
     "OBJECT <key>",
     "    Describes the value of a key.",
+    "PANIC",
+    "    Fails as a defect of the server would. The connection ends.",
     "PROTOCOL <kind>",
     "    Replies with a value of a kind of the protocol.",
     "RELOAD [NOSAVE]",
@@ -56,6 +67,8 @@ pub(super) async fn execute<K: Keyspace>(cx: &mut Context<'_, K>) {
         let seconds = parse_f64(cx.args.get(2)).unwrap_or(0.0).clamp(0.0, 1e6);
         cx.worker.wait(Duration::from_secs_f64(seconds)).await;
         cx.reply().ok();
+    } else if cx.args.is(1, "panic") && count == 2 {
+        panic!("DEBUG PANIC");
     } else if cx.args.is(1, "set-active-expire") && count == 3 {
         cx.server().set_expires_actively(cx.args.get(2) != b"0");
         cx.reply().ok();

@@ -87,6 +87,7 @@ pub(super) fn memory<K: Keyspace>(cx: &Context<'_, K>) -> Fields {
         |part: u64, whole: u64| format!("{:.2}%", part as f64 * 100.0 / whole.max(1) as f64);
     let fragmentation = usage.held as f64 / usage.used.max(1) as f64;
     let (total, process) = (process::system_memory(), process::memory());
+    let clients: usize = server.clients.list().iter().map(|client| client.memory()).sum();
     fields! {
         used_memory: usage.used,
         used_memory_human: human(usage.used),
@@ -119,7 +120,7 @@ pub(super) fn memory<K: Keyspace>(cx: &Context<'_, K>) -> Fields {
         mem_not_counted_for_evict: 0,
         mem_replication_backlog: 0,
         mem_clients_slaves: 0,
-        mem_clients_normal: 0,
+        mem_clients_normal: clients,
         mem_aof_buffer: 0,
         mem_allocator: "granary",
         active_defrag_running: 0,
@@ -192,7 +193,7 @@ pub(super) fn stats<K: Keyspace>(cx: &Context<'_, K>) -> Fields {
         expired_stale_perc: "0.00",
         expired_time_cap_reached_count: 0,
         evicted_keys: server.sum(|own| &own.evicted),
-        evicted_clients: 0,
+        evicted_clients: server.sum(|own| &own.evicted_clients),
         keyspace_hits: server.sum(|own| &own.hits),
         keyspace_misses: server.sum(|own| &own.misses),
         pubsub_channels: channels,

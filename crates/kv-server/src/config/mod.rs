@@ -45,6 +45,7 @@ impl AtomicLimit {
 pub struct Live {
     max_memory: AtomicU64,
     cache: AtomicU64,
+    client_memory: AtomicU64,
     max_clients: AtomicUsize,
     timeout_s: AtomicU64,
     keepalive_s: AtomicU32,
@@ -72,6 +73,11 @@ impl Live {
         self.cache.load(Ordering::Relaxed)
     }
 
+    /// `maxmemory-clients` in bytes; 0 is no limit.
+    pub(crate) fn client_memory(&self) -> u64 {
+        self.client_memory.load(Ordering::Relaxed)
+    }
+
     pub(crate) fn max_clients(&self) -> usize {
         self.max_clients.load(Ordering::Relaxed)
     }
@@ -86,7 +92,7 @@ impl Live {
 
     /// Maximum bytes of a string (`proto-max-bulk-len`).
     pub fn bulk_max(&self) -> usize {
-        self.bulk_max.load(Ordering::Relaxed)
+        self.bulk_max.load(Ordering::Relaxed).min(kv::VALUE_MAX)
     }
 
     pub(crate) fn query_max(&self) -> usize {
@@ -132,6 +138,12 @@ impl Live {
         let size = |name| usize::try_from(config.number(name)).unwrap_or(usize::MAX);
         self.max_memory.store(number("maxmemory"), Ordering::Relaxed);
         self.cache.store(number("cache"), Ordering::Relaxed);
+        let clients = config.get("maxmemory-clients");
+        let bytes = match clients.strip_suffix('%').map(str::parse::<u64>) {
+            Some(percent) => number("maxmemory") / 100 * percent.unwrap_or(0),
+            None => number("maxmemory-clients"),
+        };
+        self.client_memory.store(bytes, Ordering::Relaxed);
         self.max_clients.store(size("maxclients"), Ordering::Relaxed);
         self.timeout_s.store(number("timeout"), Ordering::Relaxed);
         self.keepalive_s.store(size("tcp-keepalive") as u32, Ordering::Relaxed);

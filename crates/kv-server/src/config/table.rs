@@ -139,7 +139,7 @@ pub(crate) static PARAMETERS: &[Parameter] = &[
     row("maxmemory-policy", Word(POLICIES), "noeviction", Live),
     row("maxmemory-samples", Number(1, INT), "5", Live),
     row("maxmemory-eviction-tenacity", Number(0, 100), "10", Unused),
-    row("maxmemory-clients", Checked, "0", Unused),
+    row("maxmemory-clients", Checked, "0", Live),
     row("lfu-log-factor", Number(0, INT), "10", Live),
     row("lfu-decay-time", Number(0, INT), "1", Live),
     row("active-expire-effort", Number(1, 10), "1", Live),

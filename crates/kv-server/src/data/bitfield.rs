@@ -184,9 +184,7 @@ pub(super) fn bitfield(
     };
     let needed = (end.div_ceil(8) as usize).max(old.len());
     let mut is_changed = needed > old.len();
-    let mut value = Vec::with_capacity(needed);
-    value.extend_from_slice(old);
-    value.resize(needed, 0);
+    let mut value = call.grow(old, needed)?;
     out.reply().array(operations.len());
     for operation in operations {
         match operation.execute(&mut value, &mut is_changed) {

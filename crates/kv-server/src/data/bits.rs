@@ -32,9 +32,7 @@ pub(super) fn setbit(call: &Call<'_>, cells: &mut Cells<'_, '_, '_>, out: &mut O
     let (byte, mask) = ((offset >> 3) as usize, 0x80 >> (offset & 7));
     let before = old.get(byte).copied().unwrap_or(0) & mask != 0;
     if before != (bit == 1) || byte >= old.len() {
-        let mut value = Vec::with_capacity(old.len().max(byte + 1));
-        value.extend_from_slice(old);
-        value.resize(old.len().max(byte + 1), 0);
+        let mut value = call.grow(old, old.len().max(byte + 1))?;
         value[byte] = if bit == 1 { value[byte] | mask } else { value[byte] & !mask };
         cell.replace(value);
         out.event(b'$', "setbit", 0);
@@ -239,9 +237,7 @@ pub(super) fn bitop(call: &Call<'_>, cells: &mut Cells<'_, '_, '_>, out: &mut Ou
     (1..cells.len()).for_each(|key| out.note_read(key, cells.at(key).exists()));
     let source = |key: usize| cells.at(key).value().unwrap_or_default();
     let longest = (1..cells.len()).map(|key| source(key).len()).max().unwrap_or(0);
-    let mut value = Vec::with_capacity(longest);
-    value.extend_from_slice(source(1));
-    value.resize(longest, 0);
+    let mut value = call.grow(source(1), longest)?;
     if operator == Operator::Not {
         let (words, tail) = value.as_chunks_mut::<8>();
         words.iter_mut().for_each(|word| *word = (!u64::from_ne_bytes(*word)).to_ne_bytes());

@@ -23,6 +23,8 @@ pub(super) struct Call<'v> {
     pub now_ms: u64,
     /// Maximum bytes of a string.
     pub bulk_max: usize,
+    /// Maximum bytes of a string that this command makes longer: what the pool has room for.
+    pub room: u64,
 }
 
 /// An error reply.
@@ -36,6 +38,8 @@ pub(super) type Body =
     for<'c, 'v, 'o> fn(&Call<'v>, &mut Cells<'_, 'c, 'v>, &mut Output<'o>) -> Done;
 
 pub(super) const SYNTAX: &str = "ERR syntax error";
+/// The refusal of a value for which there is no room.
+pub(super) const FULL: &str = "OOM command not allowed when used memory > 'maxmemory'.";
 pub(super) const NOT_INTEGER: &str = "ERR value is not an integer or out of range";
 
 /// A refusal with a constant text.
@@ -60,6 +64,19 @@ impl<'v> Call<'v> {
             Some(total) if total <= self.bulk_max => Ok(()),
             _ => refuse("ERR string exceeds maximum allowed size (proto-max-bulk-len)"),
         }
+    }
+
+    /// Copies `old` to a string of `len` bytes, whose rest is zeros. Because `len` comes from a
+    /// request, the pool is asked before memory is taken, and the lack of memory is no abort.
+    pub fn grow(&self, old: &[u8], len: usize) -> Result<Vec<u8>, Refusal> {
+        let mut value = Vec::new();
+        let has_room = len <= old.len() || len as u64 <= self.room;
+        if !has_room || value.try_reserve_exact(len).is_err() {
+            return refuse(FULL);
+        }
+        value.extend_from_slice(old);
+        value.resize(len, 0);
+        Ok(value)
     }
 }
 
@@ -199,6 +216,8 @@ pub(super) struct Effects {
     pub is_changed: bool,
     /// The uses of the only key, which RESTORE sets.
     pub worth: Option<(Measure, u64)>,
+    /// The command has panicked: its connection ends.
+    pub has_panicked: bool,
 }
 
 impl Effects {
@@ -264,7 +283,7 @@ impl Output<'_> {
     }
 }
 
-/// Executes `body`. An error undoes all changes.
+/// Executes `body`. An error undoes all changes, and so does a panic.
 pub(super) fn perform<'v>(
     body: Body,
     call: &Call<'v>,
@@ -272,7 +291,13 @@ pub(super) fn perform<'v>(
     output: &mut Output<'_>,
 ) {
     let begin = output.out.len();
-    if let Err(text) = body(call, cells, output) {
+    // A command works on copies, so a panic leaves the store as it was.
+    let run = std::panic::AssertUnwindSafe(|| body(call, cells, output));
+    let done = std::panic::catch_unwind(run).unwrap_or_else(|_| {
+        output.effects.has_panicked = true;
+        refuse("ERR the server failed in this command, changed nothing, and closes the connection")
+    });
+    if let Err(text) = done {
         cells.undo();
         output.effects.clear();
         output.out.truncate(begin);
@@ -294,5 +319,48 @@ fn tell_new(cells: &Cells<'_, '_, '_>, events: &mut Vec<Event>) {
             events.push(Event { class: b'n', name: "new", key: event.key });
         }
         events.push(event);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::session::Queued;
+
+    #[test]
+    fn panic_in_a_command_changes_nothing() {
+        let words = ["SET", "key", "new"];
+        let command = redis_formats::command::lookup(&words[..]).unwrap();
+        let queued = Queued::new(command, &words[..]);
+        let args = Args::of_queued(&queued);
+        let call = Call { command, args, db: 0, now_ms: 0, bulk_max: 100, room: 100 };
+        let (mut out, mut effects) = (b"+before\r\n".to_vec(), Effects::new(true));
+        let mut cells = [Cell::new(Some(b"old"), 7)];
+        let mut keys = Cells { cells: &mut cells, of: &[0] };
+        let mut output = Output { out: &mut out, protocol: Protocol::Resp2, effects: &mut effects };
+        let body: Body = |call, cells, out| {
+            cells.key(0).put(call.args.get(2), 0);
+            out.event(b'$', "set", 0);
+            out.ok();
+            panic!("the test panics");
+        };
+        perform(body, &call, &mut keys, &mut output);
+        assert!(effects.has_panicked && effects.events.is_empty() && !effects.is_changed);
+        assert!(!cells[0].is_changed() && cells[0].value() == Some(b"old"));
+        assert!(out.starts_with(b"+before\r\n-ERR the server failed in this command"));
+    }
+
+    #[test]
+    fn string_grows_within_the_room_of_the_pool() {
+        let words = ["APPEND", "key", "x"];
+        let command = redis_formats::command::lookup(&words[..]).unwrap();
+        let queued = Queued::new(command, &words[..]);
+        let args = Args::of_queued(&queued);
+        let call = Call { command, args, db: 0, now_ms: 0, bulk_max: 100, room: 10 };
+        assert_eq!(call.grow(b"ab", 4).unwrap(), b"ab\0\0");
+        assert_eq!(call.grow(b"ab", 11).unwrap_err(), FULL);
+        assert_eq!(call.grow(&[1; 20], 20).unwrap(), [1; 20]);
+        assert!(call.check_length(60, 40).is_ok() && call.check_length(60, 41).is_err());
+        assert!(call.check_length(usize::MAX, 1).is_err());
     }
 }

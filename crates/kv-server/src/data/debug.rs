@@ -1,11 +1,15 @@
 //! Subcommands of DEBUG that need the data.
 
 use redis_formats::command::Id;
+use redis_formats::number::parse_i64;
 use verbs::Nic;
 
 use super::Data;
 use super::run::text_of;
 use crate::context::Context;
+
+/// Maximum length of the text of DEBUG STRINGMATCH-LEN.
+const MATCHED_MAX: usize = 1 << 20;
 
 pub(super) async fn execute<N: Nic>(cx: &mut Context<'_, Data<N>>) {
     debug_assert_eq!(cx.command.id, Id::Debug);
@@ -26,9 +30,11 @@ pub(super) async fn execute<N: Nic>(cx: &mut Context<'_, Data<N>>) {
         object(cx).await;
     } else if cx.args.is(1, "stringmatch-len") && count == 4 {
         let pattern = cx.args.get(3);
-        let text =
-            vec![b'a'; redis_formats::number::parse_i64(cx.args.get(2)).unwrap_or(0) as usize];
-        let is_match = redis_formats::glob::matches(pattern, &text);
+        let len = parse_i64(cx.args.get(2)).and_then(|len| usize::try_from(len).ok());
+        let Some(len) = len.filter(|len| *len <= MATCHED_MAX) else {
+            return cx.error(format!("ERR the length must be between 0 and {MATCHED_MAX}"));
+        };
+        let is_match = redis_formats::glob::matches(pattern, &vec![b'a'; len]);
         cx.reply().integer(is_match.into());
     } else {
         crate::commands::unknown_debug(cx);

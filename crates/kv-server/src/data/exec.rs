@@ -12,7 +12,7 @@ use verbs::Nic;
 use super::Data;
 use super::call::{Call, Cell, Cells, Change, Effects, Output, perform};
 use super::plan::{KeyAt, Plan, cells_of, keys, plan};
-use super::run::{call_of, publish, text_of};
+use super::run::{call_of, publish, room, text_of};
 use crate::context::{Args, Context};
 use crate::dispatch::{execute_one, is_allowed};
 use crate::keyspace::DATABASES;
@@ -120,7 +120,8 @@ fn steps<'a, N: Nic>(
     let mut steps = Steps::new();
     for queued in &queue.commands {
         let args = Args::of_queued(queued);
-        let call = Call { command: queued.command, args, db, now_ms, bulk_max };
+        let room = room(cx, queued.command.id);
+        let call = Call { command: queued.command, args, db, now_ms, bulk_max, room };
         let is_permitted = is_allowed(&cx.of_queued(queued));
         if queued.command.id == Id::Select && is_permitted {
             let number = parse_i64(args.get(1)).and_then(|own| u8::try_from(own).ok());
@@ -201,6 +202,7 @@ pub(super) async fn execute_queue<N: Nic>(cx: &mut Context<'_, Data<N>>, queue: 
     cx.reply().array(queue.commands.len());
     for (queued, step) in queue.commands.iter().zip(steps) {
         if let Some(step) = step {
+            cx.session.is_closing |= step.effects.has_panicked;
             publish(cx, &step.call, &step.effects, &step.keys);
             let (db, key) = (data.state.physical(step.call.db), step.call.args.get(1));
             if let Err(error) = data.set_worth(db, key, &step.effects).await {

@@ -1,11 +1,12 @@
 //! Runs commands whose keys are among their arguments.
 
-use kv::blocks::NoBlock;
+use kv::blocks::{Blocks, NoBlock};
 use kv::{Expiry, Transaction, Update, Wanted};
+use redis_formats::command::Id;
 use redis_formats::command::bits::flag::WRITE;
 use verbs::Nic;
 
-use super::call::{Call, Cell, Cells, Change, Effects, Output, perform};
+use super::call::{Call, Cell, Cells, Change, Effects, FULL, Output, perform};
 use super::plan::{KeyAt, Plan, cells_of, keys, only_key, plan};
 use super::{Data, whole};
 use crate::context::Context;
@@ -47,6 +48,19 @@ pub(super) fn call_of<'a, N: Nic>(cx: &Context<'a, Data<N>>) -> Call<'a> {
         db: cx.session.db,
         now_ms: cx.now_ms(),
         bulk_max: cx.server().config.live.bulk_max(),
+        room: room(cx, cx.command.id),
+    }
+}
+
+/// Maximum bytes of a string that a command makes longer. Eviction may free all other values.
+pub(super) fn room<N: Nic>(cx: &Context<'_, Data<N>>, id: Id) -> u64 {
+    match id {
+        Id::Append | Id::Setrange | Id::Setbit | Id::Bitfield | Id::Bitop => {
+            let evicts = !cx.server().config.is("maxmemory-policy", "noeviction");
+            let live = if evicts { 0 } else { cx.store.store.blocks().usage().live };
+            cx.store.capacity.saturating_sub(live)
+        }
+        _ => u64::MAX,
     }
 }
 
@@ -99,6 +113,7 @@ async fn run<N: Nic>(cx: &mut Context<'_, Data<N>>, call: &Call<'_>, plan: Plan)
             }
         }
     }
+    cx.session.is_closing |= effects.has_panicked;
     if effects.events.is_empty() {
         publish(cx, call, &effects, &[]);
     } else {
@@ -109,9 +124,7 @@ async fn run<N: Nic>(cx: &mut Context<'_, Data<N>>, call: &Call<'_>, plan: Plan)
 /// The reply to an error of the store.
 pub(super) fn text_of(error: &kv::Error) -> String {
     match error {
-        kv::Error::NoBlock(NoBlock::Full) => {
-            "OOM command not allowed when used memory > 'maxmemory'.".to_owned()
-        }
+        kv::Error::NoBlock(NoBlock::Full) => FULL.to_owned(),
         error => format!("ERR {error}"),
     }
 }

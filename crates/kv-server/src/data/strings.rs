@@ -283,7 +283,8 @@ pub(super) fn append<'v>(
     if cell.exists() {
         call.check_length(old.len(), more.len())?;
     }
-    let value = [old, more].concat();
+    let mut value = call.grow(old, old.len() + more.len())?;
+    value[old.len()..].copy_from_slice(more);
     out.integer(value.len() as i64);
     cell.replace(value);
     out.event(b'$', "append", 0);
@@ -329,9 +330,7 @@ pub(super) fn setrange(
         return Ok(());
     }
     call.check_length(offset, new.len())?;
-    let mut value = Vec::with_capacity(old.len().max(offset + new.len()));
-    value.extend_from_slice(old);
-    value.resize(old.len().max(offset + new.len()), 0);
+    let mut value = call.grow(old, old.len().max(offset + new.len()))?;
     value[offset..offset + new.len()].copy_from_slice(new);
     out.integer(value.len() as i64);
     cell.replace(value);

@@ -53,13 +53,24 @@ impl User {
         Ok(())
     }
 
-    /// A pattern of PSUBSCRIBE must be a pattern of the user as it stands. Otherwise the
-    /// pattern could match channels that the user has no right to.
     fn covers_channel(&self, id: Id, channel: &[u8]) -> bool {
         match id {
-            Id::Psubscribe => self.channels.list.iter().any(|own| own == channel),
-            _ => self.channels.cover(channel),
+            Id::Psubscribe => self.may_receive_all(channel),
+            _ => self.may_receive(channel),
         }
+    }
+
+    /// Returns whether the user may receive the messages of a channel.
+    pub fn may_receive(&self, channel: &[u8]) -> bool {
+        self.channels.cover(channel)
+    }
+
+    /// Returns whether the user may receive the messages of all channels that `pattern` matches.
+    ///
+    /// The pattern must be a pattern of the user as it stands. Otherwise the pattern could match
+    /// channels that the user has no right to.
+    pub fn may_receive_all(&self, pattern: &[u8]) -> bool {
+        self.channels.all || self.channels.list.iter().any(|own| own == pattern)
     }
 }
 
