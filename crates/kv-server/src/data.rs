@@ -175,6 +175,10 @@ impl<N: Nic> Keyspace for Data<N> {
         self.facts_of_saves()
     }
 
+    fn is_save_broken(&self) -> bool {
+        self.state.is_save_broken()
+    }
+
     fn facts(&self) -> Vec<Fact> {
         let (stats, pool) = (self.store.stats(), self.memory.pool());
         let fact = |name, value: u64| Fact { name, value: value.to_string() };

@@ -29,6 +29,12 @@ pub(crate) struct Request<'a, K: Keyspace> {
     pub store: &'a K,
 }
 
+const UNSAVED: &[u8] = b"MISCONF Redis is configured to save RDB snapshots, but it's currently \
+    unable to persist to disk. Commands that may modify the data set are disabled, because this \
+    instance is configured to report errors during writes if RDB snapshotting fails \
+    (stop-writes-on-bgsave-error option). Please check the Redis logs for details about the RDB \
+    error.";
+
 /// Executes a request, or refuses it. An empty request has no reply.
 pub(crate) async fn execute<K: Keyspace>(request: Request<'_, K>) {
     let Request { args, out, session, watches, worker, store } = request;
@@ -110,6 +116,9 @@ async fn admit<K: Keyspace>(context: &mut Context<'_, K>) {
         && needs_memory(context)
     {
         return reject(context, b"OOM command not allowed when used memory > 'maxmemory'.");
+    }
+    if context.store.is_save_broken() && stops(context) {
+        return reject(context, UNSAVED);
     }
     if context.session.is_subscriber()
         && context.session.protocol == Protocol::Resp2
@@ -253,6 +262,16 @@ fn ends_queue(id: Id) -> bool {
 fn any_queued<K: Keyspace>(context: &Context<'_, K>, flags: u32) -> bool {
     let queue = context.session.queue.as_ref().filter(|_| context.command.id == Id::Exec);
     queue.is_some_and(|queue| queue.commands.iter().any(|own| own.command.has(flags)))
+}
+
+/// Returns whether a failed save holds the command back (`stop-writes-on-bgsave-error`). PING is
+/// among those commands, so that clients which only look for the server learn of the failure.
+fn stops<K: Keyspace>(context: &Context<'_, K>) -> bool {
+    let (command, config) = (context.command, &context.server().config);
+    let writes = command.has(WRITE) || any_queued(context, WRITE);
+    (writes || command.id == Id::Ping)
+        && config.is("stop-writes-on-bgsave-error", "yes")
+        && !config.get("save").is_empty()
 }
 
 fn needs_memory<K: Keyspace>(context: &Context<'_, K>) -> bool {

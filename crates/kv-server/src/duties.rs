@@ -30,11 +30,16 @@ pub(crate) async fn load<K: Keyspace>(seat: &Seat<K>) {
     }
 }
 
-/// Ends the server, after a last save if the configuration has points for saving.
+/// Ends the server, after a last save if the configuration has points for saving. Goes on if the
+/// save fails, as SHUTDOWN does, because the data would be lost.
 pub(crate) async fn finish<K: Keyspace>(seat: &Seat<K>) {
     if let Err(why) = seat.store.finish(&seat.worker, None).await {
-        // The operator has asked for the end, so the end comes with an error.
-        return seat.worker.server.fail(why);
+        tracing::error!(
+            why,
+            "saving before the end failed: the server goes on; repair the cause and end it again, \
+             or end it without a save by SHUTDOWN NOSAVE"
+        );
+        return seat.worker.server.go_on();
     }
     seat.worker.server.end();
 }

@@ -130,6 +130,11 @@ pub trait Keyspace: Send + Sync + Sized + 'static {
     /// Fields of the section `# Persistence` of INFO, which replace those with the same name.
     fn persistence(&self) -> Vec<Fact>;
 
+    /// Returns whether the last save in the background has failed.
+    fn is_save_broken(&self) -> bool {
+        false
+    }
+
     /// Fields of the section `# Pool` of INFO.
     fn facts(&self) -> Vec<Fact>;
 

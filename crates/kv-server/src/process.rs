@@ -10,6 +10,15 @@ pub(crate) fn memory() -> u64 {
     pages.unwrap_or(0) * rustix::param::page_size() as u64
 }
 
+/// Descriptors that are no connections: sockets that listen, files, the pool.
+const OWN_DESCRIPTORS: u64 = 128;
+
+/// The connections for which the process may open descriptors. `None`: there is no limit.
+pub(crate) fn connections_max() -> Option<u64> {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    limit.map(|limit| limit.saturating_sub(OWN_DESCRIPTORS).max(1))
+}
+
 /// Memory of the machine in bytes.
 pub(crate) fn system_memory() -> u64 {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();

@@ -267,6 +267,11 @@ impl Server {
         }
     }
 
+    /// Goes on after [`Server::ask_to_end`]: the save has failed.
+    pub(crate) fn go_on(&self) {
+        let _ = self.ending.compare_exchange(ASKED, RUNNING, Ordering::AcqRel, Ordering::Acquire);
+    }
+
     /// Ends all threads. Connections are closed without a further reply.
     pub(crate) fn end(&self) {
         self.ending.store(ENDING, Ordering::Release);

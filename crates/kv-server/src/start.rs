@@ -145,7 +145,8 @@ impl Running {
 pub struct Stop(Arc<Server>);
 
 impl Stop {
-    /// Saves if the configuration has points for saving, and ends the server.
+    /// Saves if the configuration has points for saving, and ends the server. The server goes on
+    /// if the save fails.
     pub fn stop(&self) {
         self.0.ask_to_end();
     }

@@ -148,6 +148,30 @@ fn shutdown_ends_the_server_unless_saving_fails() {
 }
 
 #[test]
+fn signal_whose_save_fails_leaves_the_server_running() {
+    let server = start(&[]);
+    let mut client = server.connect();
+    server.store.refuses_to_end.store(true, Ordering::Relaxed);
+    for times in 1..3 {
+        server.ask_to_stop();
+        while server.store.ends.load(Ordering::Relaxed) < times {}
+        // The next signal asks again once the server has gone on.
+        assert_eq!(client.ask("ping"), "PONG");
+    }
+    server.store.refuses_to_end.store(false, Ordering::Relaxed);
+    server.stop().unwrap();
+}
+
+#[test]
+fn limit_of_connections_is_within_the_descriptors() {
+    let server = start(&[]);
+    let text = server.connect().ask("config set maxclients 4000000000");
+    let why = "possibly related to argument 'maxclients') - The operating system is not able to \
+               handle the specified number of clients, try with ";
+    assert!(text.contains(why), "{text}");
+}
+
+#[test]
 fn stop_saves_and_closes_connections() {
     let server = start(&[("io-threads", "3")]);
     let mut clients: Vec<_> = (0..20).map(|_| server.connect()).collect();

@@ -347,6 +347,28 @@ fn redis_loads_our_file_and_we_load_that_of_redis() {
 }
 
 #[test]
+fn file_with_other_types_is_loaded_without_these() {
+    let Some(mut pair) = Pair::start() else { return };
+    pair.connect("2");
+    for line in ["SET a 1", "RPUSH l 1 2", "HSET h f v", "SELECT 3", "ZADD z 1 m", "SET b 2"] {
+        pair.ask_one(0, line);
+    }
+    assert_eq!(pair.ask("SAVE"), [b"+OK\r\n"; 2]);
+    let file = pair.files()[0].clone();
+    drop(pair);
+    let ours = Ours::start_with(64 << 20, Some(&file), ("rdb-skip-unknown", "yes"));
+    let mut pair = Pair::of_ours(ours);
+    pair.connect_without_flush("2");
+    assert_eq!(pair.ask_one(1, "GET a"), b"$1\r\n1\r\n");
+    assert_eq!(pair.ask_one(1, "DBSIZE"), b":1\r\n");
+    pair.ask_one(1, "SELECT 3");
+    assert_eq!(pair.ask_one(1, "GET b"), b"$1\r\n2\r\n");
+    let info = String::from_utf8(pair.ask_one(1, "INFO persistence")).unwrap();
+    assert!(info.contains("rdb_last_load_keys_skipped:3\r\n"), "{info}");
+    assert!(info.contains("rdb_last_load_keys_loaded:2\r\n"), "{info}");
+}
+
+#[test]
 fn values_are_cached_within_the_parameter_cache() {
     let mut pair = Pair::of_ours(Ours::start(None));
     pair.connect("2");
@@ -370,6 +392,50 @@ fn values_are_cached_within_the_parameter_cache() {
     assert_eq!(ask("CONFIG SET cache 0"), "+OK\r\n");
     assert_eq!(ask("GET key"), "$5\r\nother\r\n");
     assert!(ask("INFO pool").contains("cache_bytes:0\r\ncache_values:0\r\n"));
+}
+
+/// The parameter `stop-writes-on-bgsave-error`.
+#[test]
+fn failed_save_stops_writes_as_in_redis() {
+    let Some(mut pair) = Pair::start() else { return };
+    pair.connect("2");
+    pair.ask("SET a 1");
+    pair.remove_directories();
+    for which in [0, 1] {
+        pair.ask_one(which, "BGSAVE");
+        let is_failed = |pair: &mut Pair| {
+            let info = pair.ask_one(which, "INFO persistence");
+            String::from_utf8_lossy(&info).contains("rdb_last_bgsave_status:err")
+        };
+        while !is_failed(&mut pair) {}
+    }
+    // Without points for saving, the parameter has no effect.
+    for line in [
+        "SET a 2",
+        "CONFIG SET save \"3600 1000000\"",
+        "SET a 3",
+        "DEL a",
+        "GET a",
+        "PING",
+        "MULTI",
+        "SET a 4",
+        "EXEC",
+        "MULTI",
+        "GET a",
+        "EXEC",
+        "PUBLISH c m",
+        "EXPIRE a 10",
+        "CONFIG SET stop-writes-on-bgsave-error no",
+        "SET a 5",
+        "PING",
+        "CONFIG SET stop-writes-on-bgsave-error yes",
+        "INCR a",
+        "CONFIG SET save \"\"",
+        "INCR a",
+    ] {
+        let [theirs, ours] = pair.ask(line).map(|own| String::from_utf8(own).unwrap());
+        assert_eq!(theirs, ours, "{line}");
+    }
 }
 
 #[test]

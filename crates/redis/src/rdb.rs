@@ -1,6 +1,6 @@
 //! Database files (RDB) and the payloads of DUMP.
 //!
-//! [`Reader`] reads the versions 1 to 11 of Redis and 80 of Valkey from any `Read`. The reader
+//! [`Reader`] reads the versions 1 to 12 of Redis and 80 of Valkey from any `Read`. The reader
 //! returns strings with their keys. Values of other types are parsed for their length, skipped
 //! exactly, and named by their [`Kind`]. [`Writer`] writes version 10, that of Redis 7.0, to any
 //! `Write`.
@@ -193,5 +193,5 @@ mod encoding {
 
 /// Returns whether the reader knows the version.
 fn is_known_version(version: u32) -> bool {
-    matches!(version, 1..=11 | 80)
+    matches!(version, 1..=12 | 80)
 }

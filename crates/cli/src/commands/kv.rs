@@ -72,6 +72,11 @@ pub struct Kv {
     #[arg(long, value_name = "DIR")]
     dir: Option<String>,
 
+    /// Load a database file without its keys of other types than string, and count them. The next
+    /// save replaces the file without these keys
+    #[arg(long)]
+    rdb_skip_unknown: bool,
+
     /// Another parameter of redis.conf, for example --set "slowlog-max-len 1000"
     #[arg(long = "set", value_name = "NAME VALUE")]
     set: Vec<String>,
@@ -222,6 +227,7 @@ impl Kv {
             ("maxmemory-policy", self.maxmemory_policy.clone()),
             ("dir", self.dir.clone()),
             ("cache", self.cache.map(|size| size.0.to_string())),
+            ("rdb-skip-unknown", self.rdb_skip_unknown.then(|| "yes".to_owned())),
             ("io-threads", self.threads.map(|threads| threads.to_string())),
         ];
         for (name, value) in
@@ -348,8 +354,12 @@ fn wait(running: Running, signals: Signals) -> anyhow::Result<()> {
     std::thread::Builder::new()
         .name("granary-signals".into())
         .spawn(move || {
-            while !signals.wait(SIGNAL_WAIT).unwrap_or(true) {}
-            stop.stop();
+            // The server goes on if its save fails, and a later signal asks again.
+            while let Ok(is_asked) = signals.wait(SIGNAL_WAIT) {
+                if is_asked {
+                    stop.stop();
+                }
+            }
         })
         .context("start a thread that waits for signals")?;
     Ok(running.wait()?)

@@ -281,6 +281,16 @@ impl Config {
             let old = self.values.read()[at].clone();
             let value = check::check(&PARAMETERS[at], &[value], &old);
             let value = value.map_err(|why| refuse(name, &why))?;
+            if PARAMETERS[at].name == "maxclients"
+                && let Some(most) = crate::process::connections_max()
+                && value.parse().is_ok_and(|wanted: u64| wanted > most)
+            {
+                let why = format!(
+                    "The operating system is not able to handle the specified number of clients, \
+                     try with {most}"
+                );
+                return Err(refuse(name, &why));
+            }
             if PARAMETERS[at].used == Use::Kept && value != old {
                 return Err(refuse(name, "can't set immutable config"));
             }

@@ -175,6 +175,8 @@ pub(crate) static PARAMETERS: &[Parameter] = &[
     row("save", Checked, "", Live),
     row("rdbcompression", Switch, "yes", Live),
     row("rdbchecksum", Switch, "yes", Live),
+    // Of this server, not of Redis: a file with values of other types is loaded without these.
+    row("rdb-skip-unknown", Switch, "no", Start),
     row("sanitize-dump-payload", Word(&["no", "yes", "clients"]), "no", Unused),
     row("stop-writes-on-bgsave-error", Switch, "yes", Live),
     row("rdb-save-incremental-fsync", Switch, "yes", Unused),

@@ -103,9 +103,9 @@ impl<N: Nic> Data<N> {
         saves.end();
         let now_ms = worker.now_ms();
         saves.seconds.store(now_ms.saturating_sub(since_ms) / 1000, Ordering::Relaxed);
-        saves.has_failed.store(result.is_err(), Ordering::Relaxed);
         match &result {
             Ok(()) => {
+                saves.has_failed.store(false, Ordering::Relaxed);
                 saves.count.fetch_add(1, Ordering::Relaxed);
                 saves.last_s.store(now_ms / 1000, Ordering::Relaxed);
                 self.state.changes.fetch_sub(changes, Ordering::Relaxed);
@@ -204,6 +204,8 @@ impl<N: Nic> Data<N> {
 
     /// Loads the file, if there is one.
     pub(super) async fn load_file(&self, worker: &Worker) -> Result<(), String> {
+        // As in Redis, the start counts as a save.
+        self.state.saves.last_s.store(worker.now_ms() / 1000, Ordering::Relaxed);
         let path = path(&worker.server);
         let at = |cause: &dyn std::fmt::Display| {
             let path = path.display();
@@ -217,12 +219,13 @@ impl<N: Nic> Data<N> {
         let limits = Limits { value: worker.server.config.live.bulk_max() };
         let input = BufReader::with_capacity(BUFFER, file);
         let mut reader = Reader::new(input, limits).map_err(|error| at(&error))?;
-        let (mut db, mut loaded, mut expired) = (0, 0_u64, 0_u64);
+        let skips = worker.server.config.is("rdb-skip-unknown", "yes");
+        let (mut db, mut loaded, mut expired, mut skipped) = (0, 0_u64, 0_u64, 0_u64);
         while let Some(event) = reader.next().map_err(|error| at(&error))? {
             let entry = match event {
                 Event::Database(number) => {
                     db = u8::try_from(number).unwrap_or(u8::MAX);
-                    if usize::from(db) >= DATABASES {
+                    if usize::from(db) >= DATABASES && !skips {
                         return Err(at(&format!("database {number} is above 15")));
                     }
                     continue;
@@ -230,11 +233,16 @@ impl<N: Nic> Data<N> {
                 Event::Entry(entry) => entry,
                 _ => continue,
             };
+            if skips && (usize::from(db) >= DATABASES || matches!(entry.value, Value::Skipped(_))) {
+                skipped += 1;
+                continue;
+            }
             let Value::String(value) = entry.value else {
                 let Value::Skipped(kind) = entry.value else { continue };
                 let key = String::from_utf8_lossy(entry.key).into_owned();
                 return Err(at(&format!(
-                    "the key {key:?} has the type {kind}, which is absent here"
+                    "the key {key:?} has the type {kind}, which is absent here; start with \
+                     --rdb-skip-unknown to load the other keys"
                 )));
             };
             let expiry = match entry.meta.expires_ms {
@@ -259,7 +267,16 @@ impl<N: Nic> Data<N> {
         let saves = &self.state.saves;
         saves.loaded.store(loaded, Ordering::Relaxed);
         saves.loaded_expired.store(expired, Ordering::Relaxed);
-        saves.last_s.store(worker.now_ms() / 1000, Ordering::Relaxed);
+        saves.loaded_without.store(skipped, Ordering::Relaxed);
+        if skipped > 0 {
+            tracing::warn!(
+                file = %path.display(),
+                loaded,
+                skipped,
+                "keys of other types, or of databases above 15, were left out; the next save \
+                 replaces the file without them, so keep a copy"
+            );
+        }
         if loaded + expired > 0 {
             tracing::info!(file = %path.display(), loaded, expired, "loaded the data");
         }
@@ -287,6 +304,7 @@ impl<N: Nic> Data<N> {
             fact("rdb_last_bgsave_time_sec", load(&saves.seconds)),
             fact("rdb_saves", load(&saves.count)),
             fact("rdb_last_load_keys_expired", load(&saves.loaded_expired)),
+            fact("rdb_last_load_keys_skipped", load(&saves.loaded_without)),
             fact("rdb_last_load_keys_loaded", load(&saves.loaded)),
         ]
     }

@@ -43,6 +43,8 @@ pub(super) struct Saves {
     /// Keys of the file that was loaded.
     pub loaded: AtomicU64,
     pub loaded_expired: AtomicU64,
+    /// Keys that `rdb-skip-unknown` left out.
+    pub loaded_without: AtomicU64,
 }
 
 impl Saves {
@@ -131,6 +133,11 @@ impl State {
         let before = a.swap(b.load(Ordering::Acquire), Ordering::AcqRel);
         b.store(before, Ordering::Release);
         self.swaps.fetch_add(1, Ordering::Release);
+    }
+
+    /// True if the last save in the background has failed.
+    pub fn is_save_broken(&self) -> bool {
+        self.saves.has_failed.load(Ordering::Relaxed)
     }
 
     /// True while a save goes through the keys: changes then need the value before.

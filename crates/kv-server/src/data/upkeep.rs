@@ -262,8 +262,10 @@ impl<N: Nic> Data<N> {
             }
         }
         if self.state.is_save_begun.swap(false, Ordering::AcqRel) {
-            // The state and the log have the error.
-            let _ = self.save(worker).await;
+            // The log has the error. SAVE and SHUTDOWN reply with theirs.
+            if self.save(worker).await.is_err() {
+                saves.has_failed.store(true, Ordering::Relaxed);
+            }
         }
     }
 

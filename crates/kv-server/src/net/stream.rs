@@ -1,6 +1,6 @@
 //! A socket of a connection, with or without TLS. No call waits.
 
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, BufRead, ErrorKind, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
@@ -12,6 +12,9 @@ use super::tls::Socket;
 
 /// Bytes that TLS holds back if the socket takes none.
 const TLS_BUFFER_BYTES: usize = 64 << 10;
+
+/// Bytes that a read sets to zero before the socket fills them.
+const ZEROED_BYTES: usize = 64 << 10;
 
 /// Result of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,12 +54,13 @@ impl Stream {
     ///
     /// `WouldBlock` if no bytes are there.
     pub fn read(&mut self, into: &mut Vec<u8>, most: usize) -> io::Result<Taken> {
-        into.reserve(most);
         let Some(tls) = &mut self.tls else {
+            into.reserve(most);
             // The capacity may be larger than `most`.
             let count = match into.capacity() - into.len() == most {
                 true => recv(&self.fd, spare_capacity(into), RecvFlags::empty())?.0,
                 false => {
+                    let most = most.min(ZEROED_BYTES);
                     let begin = into.len();
                     into.resize(begin + most, 0);
                     let result = recv(&self.fd, &mut into[begin..], RecvFlags::empty());
@@ -68,12 +72,15 @@ impl Stream {
             return Ok(Taken { count, is_drained: count < most });
         };
         loop {
-            let begin = into.len();
-            into.resize(begin + most, 0);
-            let result = tls.reader().read(&mut into[begin..]);
-            into.truncate(begin + result.as_ref().map_or(0, |count| *count));
-            match result {
-                Ok(count) => return Ok(Taken { count, is_drained: false }),
+            let mut reader = tls.reader();
+            match reader.fill_buf() {
+                // One piece for each call, so that no byte is written twice.
+                Ok(piece) => {
+                    let count = piece.len().min(most);
+                    into.extend_from_slice(&piece[..count]);
+                    reader.consume(count);
+                    return Ok(Taken { count, is_drained: false });
+                }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
                 // The peer has closed the socket without the message that ends TLS.
                 Err(error) if error.kind() == ErrorKind::UnexpectedEof => {

@@ -63,6 +63,11 @@ impl Started {
         Client::new(stream)
     }
 
+    /// Asks the server to end, as SIGTERM does.
+    pub fn ask_to_stop(&self) {
+        self.stop.stop();
+    }
+
     /// Waits for the end of a server that ends by itself.
     pub fn wait(mut self) -> Result<(), Error> {
         self.ended.take().unwrap().join().unwrap()

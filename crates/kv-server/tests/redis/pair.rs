@@ -98,6 +98,11 @@ impl Ours {
 
     /// Starts our server with a pool of `donate_bytes`.
     pub fn start_over(donate_bytes: u64, file: Option<&Path>) -> Self {
+        Self::start_with(donate_bytes, file, ("rdb-skip-unknown", "no"))
+    }
+
+    /// Starts our server with another parameter.
+    pub fn start_with(donate_bytes: u64, file: Option<&Path>, more: (&str, &str)) -> Self {
         let directory = directory(file);
         let config = Config::default();
         let (port, path) = (free_port().to_string(), directory.path().to_str().unwrap().to_owned());
@@ -107,6 +112,7 @@ impl Ours {
             ("save", ""),
             ("dir", &path),
             ("io-threads", "2"),
+            more,
         ] {
             assert!(config.set_at_start(name, &[value.as_bytes()]).unwrap());
         }
@@ -282,6 +288,14 @@ impl Pair {
         let mut message = Vec::new();
         self.clients[1][1].as_mut().unwrap().read(&mut message);
         message
+    }
+
+    /// Takes the directories away, so that saves fail.
+    pub fn remove_directories(&self) {
+        let theirs = self.theirs.as_ref().map(|own| own.directory.path());
+        for directory in [theirs, Some(self.ours.directory.path())].into_iter().flatten() {
+            std::fs::remove_dir_all(directory).unwrap();
+        }
     }
 
     /// The files that SAVE has written, copied to places that stay.

@@ -58,6 +58,8 @@ kinds! {
     Stream2 19 "stream of Redis 7.0" "stream",
     SetListpack 20 "set in a listpack" "set",
     Stream3 21 "stream of Redis 7.2" "stream",
+    HashExpiring 24 "hash with expiries of its fields" "hash",
+    HashListpackExpiring 25 "hash with expiries of its fields in a listpack" "hash",
 }
 
 impl fmt::Display for Kind {

@@ -74,6 +74,9 @@ pub struct Reader<R> {
     value: Vec<u8>,
 }
 
+/// The first version of Valkey.
+const VALKEY: u32 = 80;
+
 /// Capacity that the buffers keep after a long value.
 const KEPT: usize = 1 << 20;
 
@@ -210,7 +213,9 @@ impl<R: Read> Reader<R> {
 
     fn entry(&mut self, number: u8, offset: u64, meta: Meta) -> Result<Part, RdbError> {
         let unsupported = RdbError::Unsupported { offset, what: "the type", number };
-        let kind = Kind::from_number(number).ok_or(unsupported)?;
+        // Valkey has given the later numbers meanings of its own.
+        let is_shared = self.version < VALKEY || number <= Kind::Stream3 as u8;
+        let kind = Kind::from_number(number).filter(|_| is_shared).ok_or(unsupported)?;
         self.source.string(&mut self.key)?;
         match kind {
             Kind::String => self.source.string(&mut self.value)?,

@@ -49,6 +49,18 @@ impl<R: Read> Source<R> {
                 self.length()?;
                 self.skip_module_data()
             }
+            // The earliest expiry of a field comes first.
+            Kind::HashExpiring => {
+                self.skip(8)?;
+                self.each(|source| {
+                    source.skip_lengths(1)?;
+                    source.skip_pair()
+                })
+            }
+            Kind::HashListpackExpiring => {
+                self.skip(8)?;
+                self.skip_string()
+            }
             Kind::Stream1 => self.skip_stream(1),
             Kind::Stream2 => self.skip_stream(2),
             Kind::Stream3 => self.skip_stream(3),

@@ -110,7 +110,7 @@ fn headers_are_checked() {
     let refused = |bytes: &[u8]| Reader::new(bytes, Limits::default()).err().unwrap().to_string();
     assert!(refused(b"RADIS0010").contains("not REDIS"));
     assert!(refused(b"REDISxxxx").contains("not REDIS"));
-    assert!(refused(b"REDIS0012").contains("version 12 is unknown"));
+    assert!(refused(b"REDIS0013").contains("version 13 is unknown"));
     assert!(refused(b"REDIS").contains("end at 0"));
     // Version 4 has no checksum.
     assert_eq!(read(b"REDIS0004\xff", Limits::default()).unwrap().0, [""; 0]);
@@ -241,7 +241,7 @@ fn damaged_payloads_are_refused() {
         payload
     };
     assert!(matches!(restored(b"short"), RdbError::Truncated { .. }));
-    assert!(matches!(restored(&signed(b"\x00\x01a", 12)), RdbError::Version(12)));
+    assert!(matches!(restored(&signed(b"\x00\x01a", 13)), RdbError::Version(13)));
     assert!(matches!(restored(&[0; 20]), RdbError::Version(0)));
     let mut changed = signed(b"\x00\x01a", 10);
     changed[2] ^= 1;
@@ -252,6 +252,34 @@ fn damaged_payloads_are_refused() {
     let mut out = Vec::new();
     let list = restore(&signed(b"\x01\x01\x01a", 10), Limits::default(), &mut out);
     assert_eq!(list.unwrap(), Value::Skipped(Kind::List));
+}
+
+/// Redis 7.4 writes version 12, in which a field of a hash may expire.
+#[test]
+fn hashes_of_version_12_are_skipped_exactly() {
+    let mut file = b"REDIS0012\xfe\x00".to_vec();
+    file.extend(b"\x18\x01h\x08\x07\x06\x05\x04\x03\x02\x01\x02\x00\x01a\x01b\x05\x01c\x01d");
+    file.extend(b"\x19\x01l\x08\x07\x06\x05\x04\x03\x02\x01\x03abc\x00\x01k\x01v\xff");
+    file.extend(Crc64::of(&file).to_le_bytes());
+    let mut reader = Reader::new(&file[..], Limits::default()).unwrap();
+    let mut found = Vec::new();
+    while let Some(event) = reader.next().unwrap() {
+        if let Event::Entry(entry) = event {
+            let kind = match entry.value {
+                Value::String(_) => Kind::String,
+                Value::Skipped(kind) => kind,
+            };
+            found.push((entry.key.to_vec(), kind));
+        }
+    }
+    let expected =
+        [(&b"h"[..], Kind::HashExpiring), (b"l", Kind::HashListpackExpiring), (b"k", Kind::String)];
+    assert_eq!(found, expected.map(|(key, kind)| (key.to_vec(), kind)));
+    // Valkey gives these numbers other meanings.
+    file[5..9].copy_from_slice(b"0080");
+    let mut reader = Reader::new(&file[..], Limits::default()).unwrap();
+    assert!(matches!(reader.next(), Ok(Some(Event::Database(0)))));
+    assert!(matches!(reader.next(), Err(RdbError::Unsupported { number: 24, .. })));
 }
 
 fn meta() -> impl Strategy<Value = Meta> {
