@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use crate::Error;
+use crate::client::ANSWER_TIMEOUT;
 use crate::client::control::{SocketControl, until_admitted};
 use crate::remote::{RemoteAddress, Token};
 
@@ -84,7 +85,10 @@ impl Address {
         until_admitted(|| match self {
             Self::Shm(path) => SocketControl::connect(path),
             Self::Roce(remote) => {
-                SocketControl::connect_remote(&remote.to, remote.token()?.as_ref(), |_, _| Ok(None))
+                let token = remote.token()?;
+                SocketControl::connect_remote(&remote.to, token.as_ref(), ANSWER_TIMEOUT, |_, _| {
+                    Ok(None)
+                })
             }
         })
     }

@@ -32,9 +32,9 @@ const IN_FLIGHT: usize = 16;
 /// Maximum age of the cached amount of free memory.
 const FRESH: Duration = Duration::from_millis(500);
 
-/// Time for which a memory node stays silent after a timeout. Longer than its control connection
-/// takes to detect that the host is unreachable.
-const SILENCE: Duration = Duration::from_secs(15);
+/// Time for which a memory node stays silent after a timeout, beyond the time that its control
+/// connection takes to detect that the host is unreachable.
+const SILENCE: Duration = Duration::from_secs(3);
 
 /// Policy that selects the memory node of an allocation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -431,7 +431,8 @@ impl<N: Nic> MultiPool<N> {
             self.failed(index, &e);
             return is_gone(&e);
         }
-        if self.now().saturating_sub(since) > SILENCE.as_nanos() as u64 {
+        let detected = node.pool.read().welcome().client_timeout();
+        if self.now().saturating_sub(since) > (detected + SILENCE).as_nanos() as u64 {
             node.silent.store(0, Ordering::Relaxed);
         }
         false

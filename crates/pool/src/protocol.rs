@@ -24,6 +24,7 @@
 //!   reads it. Unknown fields are ignored; an unknown version is refused, and the reply names it.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -232,9 +233,18 @@ pub struct NodeHello {
     /// True if the packets of both ends carry authentication tags. Only to another host.
     #[serde(default)]
     pub authenticated: bool,
+    /// [`Settings::client_timeout`](crate::Settings::client_timeout) of the memory node. Only to
+    /// another host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub client_timeout_ms: Option<u64>,
 }
 
 impl NodeHello {
+    /// Time for which each end of the connection may be unreachable for the other.
+    pub fn client_timeout(&self) -> Duration {
+        self.client_timeout_ms.map_or(Settings::CLIENT_TIMEOUT, Duration::from_millis)
+    }
+
     /// The reply of a memory node with these settings, whose windows are in `functions` functions
     /// of its NIC, without the fields for other hosts.
     pub fn of(settings: &NodeSettings, functions: u32, incarnation: u64, own: Terms) -> Self {
@@ -248,6 +258,7 @@ impl NodeHello {
             roce: None,
             proof: None,
             authenticated: false,
+            client_timeout_ms: None,
         }
     }
 }

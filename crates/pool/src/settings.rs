@@ -52,6 +52,9 @@ pub struct Settings {
     /// Time within which a new connection must attach to the NIC or be admitted as a compute node.
     /// Afterwards it is closed, which frees its slot.
     pub silence: Duration,
+    /// Time for which a compute node on another host may be unreachable. Afterwards it counts as
+    /// dead, and its chunks are cleared and freed. Both ends of a connection use this time.
+    pub client_timeout: Duration,
     /// Limits the rate at which the CPU answers requests that fail by a compute node's own fault,
     /// in scheme `onesidedmw`, because each of them takes CPU time from other compute nodes. A
     /// service always sets it.
@@ -86,6 +89,7 @@ impl Default for Settings {
             scheme: node.scheme,
             options: node.options,
             silence: Duration::from_secs(10),
+            client_timeout: Self::CLIENT_TIMEOUT,
             paced: node.paced,
             nic_windows: None,
             keep_resident_bytes: 64 << 20,
@@ -107,6 +111,8 @@ impl Settings {
     pub const CREDITS_MAX: u32 = 128;
     /// Maximum number of QP groups of a compute node.
     pub const GROUPS_MAX: u32 = 256;
+    /// Default of [`Settings::client_timeout`].
+    pub const CLIENT_TIMEOUT: Duration = Duration::from_secs(12);
     /// Maximum number of compute nodes.
     pub const CLIENTS_MAX: u32 = 4096;
 
@@ -241,6 +247,12 @@ impl Settings {
             "must be 1 ms to one hour",
         )?;
         require(
+            (Duration::from_secs(4)..=Duration::from_secs(86_400)).contains(&self.client_timeout),
+            "client_timeout",
+            self.client_timeout.as_secs(),
+            "must be 4 s to one day",
+        )?;
+        require(
             !self.shares_chunks || self.scheme.access == AccessKind::OneSided,
             "shares_chunks",
             true,
@@ -262,9 +274,13 @@ mod tests {
 
     #[test]
     fn errors_name_the_setting() {
-        let cases: [(&str, Settings); 11] = [
+        let cases: [(&str, Settings); 12] = [
             ("cores", Settings::default().with("cores", 2)),
             ("silence_ms", Settings { silence: Duration::ZERO, ..Settings::default() }),
+            (
+                "client_timeout",
+                Settings { client_timeout: Duration::from_secs(3), ..Settings::default() },
+            ),
             ("chunk_bytes", Settings { chunk_bytes: 256, ..Settings::default() }),
             ("chunk_bytes", Settings { chunk_bytes: 3 << 20, ..Settings::default() }),
             ("donate_bytes", Settings { donate_bytes: 1000, ..Settings::default() }),

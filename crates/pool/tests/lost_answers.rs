@@ -142,11 +142,16 @@ fn scene(spares: u32) -> Scene {
     let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
     let node = Arc::new(Mutex::new(None));
     let path = Path::between(socket.local_addr().unwrap(), node.clone());
-    let control = SocketControl::connect_remote(&to.into(), None, |link, welcome| {
-        let port = welcome.roce.expect("the memory node has a RoCEv2 port").port;
-        *node.lock() = Some(SocketAddr::new(to.ip(), port));
-        Ok(Some(roce_end(link, path.address.port()).unwrap()))
-    });
+    let control = SocketControl::connect_remote(
+        &to.into(),
+        None,
+        Options::default().answer_timeout,
+        |link, welcome| {
+            let port = welcome.roce.expect("the memory node has a RoCEv2 port").port;
+            *node.lock() = Some(SocketAddr::new(to.ip(), port));
+            Ok(Some(roce_end(link, path.address.port()).unwrap()))
+        },
+    );
     let (drops_answers, resets) = (path.drops_answers.clone(), Arc::default());
     let led = Led {
         control: control.unwrap(),

@@ -49,6 +49,15 @@ pub enum Error {
         /// The symptom.
         why: String,
     },
+    /// The memory node does not answer, and the connection is not re-established yet
+    /// (`Pool::reestablish`). Its memory is as it was if the memory node goes on.
+    #[error("{attempt}: {why}")]
+    Unanswered {
+        /// The operation that failed.
+        attempt: String,
+        /// The symptom, and the next step.
+        why: String,
+    },
     /// The memory node closed the connection before it admitted this compute node: the connection
     /// was idle for too long, or the limit of connections was reached. No memory was allocated on
     /// it.

@@ -178,6 +178,16 @@ pub struct Serve {
     )]
     silence_ms: u64,
 
+    /// Seconds for which a client on another host may be unreachable, 4 to 86400. Then the client
+    /// counts as dead, and its memory is cleared and freed. The client gives this memory node up
+    /// after the same time
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = Settings::CLIENT_TIMEOUT.as_secs(),
+    )]
+    client_timeout: u64,
+
     #[command(flatten)]
     metrics: MetricsPage,
 
@@ -263,6 +273,7 @@ impl Serve {
             nic_windows: self.nic_windows,
             keep_resident_bytes: self.keep_resident.bytes(),
             silence: Duration::from_millis(self.silence_ms),
+            client_timeout: Duration::from_secs(self.client_timeout),
             urgent_nic: true,
             shares_chunks: self.share_chunks,
             ..self.donation.settings(self.scheme)

@@ -40,7 +40,7 @@ fn connect_local<O: NicOpener>(
     path: &Path,
     options: Options,
 ) -> Result<Pool<O::Nic>, Error> {
-    let control = SocketControl::connect(path)?;
+    let control = SocketControl::connect_within(path, options.answer_timeout)?;
     check_place(control.welcome())?;
     let lending = lending(opener, &options, control.welcome())?;
     let LocalFunction { nic, session } = lending.open_local(path).map_err(not_admitted)?;
@@ -55,18 +55,21 @@ fn connect_remote<O: NicOpener>(
     options: Options,
 ) -> Result<Pool<O::Nic>, Error> {
     let token = to.token()?;
+    let patience = options.answer_timeout;
     let mut nic = None;
-    let control = SocketControl::connect_remote(&to.to, token.as_ref(), |link, welcome| {
-        check_place(welcome)?;
-        let system =
-            |source| Error::System { attempt: format!("opening a NIC for {}", to.to), source };
-        let local = link.as_remote().map(|link| link.local);
-        let local = local.ok_or_else(|| system(ErrorKind::NotConnected.into()))?;
-        let lending = lending(opener, &options, welcome)?;
-        let RemoteFunction { nic: opened, port } = lending.open_remote(local, to.nic.as_ref())?;
-        nic = Some(opened);
-        roce_end(link, port).map(Some).map_err(|e| system(e.into()))
-    })?;
+    let control =
+        SocketControl::connect_remote(&to.to, token.as_ref(), patience, |link, welcome| {
+            check_place(welcome)?;
+            let system =
+                |source| Error::System { attempt: format!("opening a NIC for {}", to.to), source };
+            let local = link.as_remote().map(|link| link.local);
+            let local = local.ok_or_else(|| system(ErrorKind::NotConnected.into()))?;
+            let lending = lending(opener, &options, welcome)?;
+            let RemoteFunction { nic: opened, port } =
+                lending.open_remote(local, to.nic.as_ref())?;
+            nic = Some(opened);
+            roce_end(link, port).map(Some).map_err(|e| system(e.into()))
+        })?;
     let nic = nic.expect("opened while it connected");
     let again = again(opener, Address::Roce(to.clone()));
     Pool::from(nic, Box::new(control), options, Some(again), &schemes::clients())

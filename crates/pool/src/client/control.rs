@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use verbs::{PeerAddress, Qpn, SessionSecret};
 
+use super::ANSWER_TIMEOUT;
 use crate::Error;
 use crate::protocol::{
     self, Admission, NodeHello, Numbered, Opening, Reply, Request, Status, VERSION,
@@ -53,9 +54,6 @@ pub trait ControlPlane: Send + Sync {
     fn descriptors(&self) -> Vec<i32>;
 }
 
-/// Time limit for an answer that the memory node does not defer.
-const PATIENCE: Duration = Duration::from_secs(30);
-
 /// Maximum number of connection attempts until one is admitted.
 const CONNECTIONS: u32 = 40;
 /// Pause after the first attempt. It doubles each time, up to [`PAUSE_MAX`]: 11.2 s in total.
@@ -92,6 +90,8 @@ fn connect_again<T>(
 pub struct SocketControl {
     link: Link,
     welcome: NodeHello,
+    /// Time limit for an answer that the memory node does not defer.
+    patience: Duration,
     /// Path to the memory node's NIC, if it is on another host and this process has a NIC.
     remote_nic: Option<RemoteNic>,
     /// Secret of the NIC session that owns the QPs, if the memory node is on this host.
@@ -127,9 +127,14 @@ const GREETING: &str = "greeting the memory node";
 impl SocketControl {
     /// Connects to the memory node that serves the socket at `path`.
     pub fn connect(path: &Path) -> Result<Self, Error> {
+        Self::connect_within(path, ANSWER_TIMEOUT)
+    }
+
+    /// [`SocketControl::connect`] with a time limit for each answer of the memory node.
+    pub fn connect_within(path: &Path, patience: Duration) -> Result<Self, Error> {
         let link = Link::local(path)?;
-        let welcome = open(&link, &Opening::pool())?;
-        Ok(Self::new(link, welcome, None))
+        let welcome = open(&link, &Opening::pool(), patience)?;
+        Ok(Self::new(link, welcome, None, patience))
     }
 
     /// The same connection for a compute node whose QPs belong to the NIC session with this secret.
@@ -143,12 +148,14 @@ impl SocketControl {
     pub fn connect_remote(
         to: &RemoteAddress,
         token: Option<&Token>,
+        patience: Duration,
         here: impl FnOnce(&Link, &NodeHello) -> Result<Option<RoceEnd>, Error>,
     ) -> Result<Self, Error> {
         let link = Link::remote(to)?;
-        let nonces = greet(&link, token)?;
+        let nonces = greet(&link, token, patience)?;
         let proof = token.map(|token| token.proof(Side::Client, &nonces));
-        let welcome = open(&link, &Opening { proof, ..Opening::pool() })?;
+        let welcome = open(&link, &Opening { proof, ..Opening::pool() }, patience)?;
+        link.keep_for(welcome.client_timeout()).map_err(|e| gone(GREETING, e.to_string()))?;
         let refused = |why: &str| {
             Err(Error::Refused { attempt: format!("connecting to {to}"), why: why.into() })
         };
@@ -171,13 +178,18 @@ impl SocketControl {
             nonces,
             secret: ConnectionSecret::new(token, &nonces, welcome.authenticated),
         });
-        Ok(Self::new(link, welcome, remote_nic))
+        Ok(Self::new(link, welcome, remote_nic, patience))
     }
 
-    fn new(link: Link, welcome: NodeHello, remote_nic: Option<RemoteNic>) -> Self {
+    fn new(
+        link: Link,
+        welcome: NodeHello,
+        remote_nic: Option<RemoteNic>,
+        patience: Duration,
+    ) -> Self {
         let (state, changed) = (Mutex::default(), Condvar::new());
         let (session, start) = (None, OnceLock::new());
-        Self { link, welcome, remote_nic, session, start, state, changed }
+        Self { link, welcome, patience, remote_nic, session, start, state, changed }
     }
 
     /// Address of the QP `qpn` with the initial state `start`.
@@ -312,7 +324,7 @@ impl ControlPlane for SocketControl {
         let connect = admission.clone();
         let admission = Admission { connect, session, roce, salt, domain, domain_proof };
         let _ = self.start.set(start);
-        match self.ask(attempt, Request::Admit(Box::new(admission)), PATIENCE) {
+        match self.ask(attempt, Request::Admit(Box::new(admission)), self.patience) {
             Ok(Reply::Admitted(admitted)) => Ok(admitted),
             Ok(other) => Err(unexpected(attempt, other)),
             Err(Error::Gone { why, .. }) if self.link.is_closed() => {
@@ -326,7 +338,7 @@ impl ControlPlane for SocketControl {
         let attempt = "waiting for memory";
         let timeout_ms = timeout.as_micros().div_ceil(1000).min(u64::MAX as u128) as u64;
         let request = Request::AwaitMemory { timeout_ms };
-        match self.ask(attempt, request, timeout.saturating_add(PATIENCE))? {
+        match self.ask(attempt, request, timeout.saturating_add(self.patience))? {
             Reply::Memory { available } => Ok(available),
             other => Err(unexpected(attempt, other)),
         }
@@ -339,7 +351,7 @@ impl ControlPlane for SocketControl {
     fn reset_management(&self) -> Result<Vec<PeerAddress>, Error> {
         let attempt = "re-establishing the management QPs";
         let (salt, start) = self.draw()?;
-        match self.ask(attempt, Request::ResetManagement { salt }, PATIENCE)? {
+        match self.ask(attempt, Request::ResetManagement { salt }, self.patience)? {
             Reply::Management { peers } => {
                 Ok(peers.into_iter().map(|qpn| self.peer_from(qpn, start)).collect())
             }
@@ -356,7 +368,7 @@ impl ControlPlane for SocketControl {
         let attempt = "re-establishing an access QP";
         let (salt, start) = self.draw()?;
         let request = Request::ResetAccess { group: group.0, lane: lane.0, salt };
-        match self.ask(attempt, request, PATIENCE)? {
+        match self.ask(attempt, request, self.patience)? {
             Reply::Access { peer } => Ok(self.peer_from(peer, start)),
             other => Err(unexpected(attempt, other)),
         }
@@ -364,18 +376,18 @@ impl ControlPlane for SocketControl {
 
     fn status(&self) -> Result<Status, Error> {
         let attempt = "asking for the memory node's state";
-        match self.ask(attempt, Request::Status, PATIENCE)? {
+        match self.ask(attempt, Request::Status, self.patience)? {
             Reply::Status(status) => Ok(*status),
             other => Err(unexpected(attempt, other)),
         }
     }
 
     fn audit(&self) -> Result<(), Error> {
-        self.ask("auditing the pool", Request::Audit, PATIENCE).map(drop)
+        self.ask("auditing the pool", Request::Audit, self.patience).map(drop)
     }
 
     fn goodbye(&self) -> Result<(), Error> {
-        self.ask("leaving", Request::Goodbye, PATIENCE).map(drop)
+        self.ask("leaving", Request::Goodbye, self.patience).map(drop)
     }
 
     fn check_alive(&self) -> Result<(), Error> {
@@ -391,10 +403,10 @@ impl ControlPlane for SocketControl {
 }
 
 /// Exchanges greetings with a memory node on another host.
-fn greet(link: &Link, token: Option<&Token>) -> Result<Nonces, Error> {
+fn greet(link: &Link, token: Option<&Token>, patience: Duration) -> Result<Nonces, Error> {
     let client = Nonce::random()?;
     let greeting = Greeting { granary: token::VERSION, nonce: client, token: token.is_some() };
-    let answer = converse(link, &protocol::encode(GREETING, &greeting)?)?;
+    let answer = converse(link, &protocol::encode(GREETING, &greeting)?, patience)?;
     let answer: Greeting = match protocol::decode(GREETING, &answer) {
         Ok(answer) => answer,
         Err(e) => match protocol::decode::<Numbered<Reply>>(GREETING, &answer) {
@@ -421,8 +433,8 @@ fn greet(link: &Link, token: Option<&Token>) -> Result<Nonces, Error> {
 }
 
 /// Opens the connection to the pool. Returns the memory node's first reply.
-fn open(link: &Link, opening: &Opening) -> Result<NodeHello, Error> {
-    let answer = converse(link, &protocol::encode(GREETING, opening)?)?;
+fn open(link: &Link, opening: &Opening, patience: Duration) -> Result<NodeHello, Error> {
+    let answer = converse(link, &protocol::encode(GREETING, opening)?, patience)?;
     match protocol::decode::<Numbered<Reply>>(GREETING, &answer)?.body {
         Reply::Welcome(welcome) if welcome.version == VERSION => Ok(welcome),
         Reply::Welcome(welcome) => Err(Error::Refused {
@@ -438,8 +450,8 @@ fn open(link: &Link, opening: &Opening) -> Result<NodeHello, Error> {
 }
 
 /// Sends a message and waits for the answer, while no other thread uses the connection.
-fn converse(link: &Link, message: &[u8]) -> Result<Vec<u8>, Error> {
-    exchange(link, message).map_err(|error| match error {
+fn converse(link: &Link, message: &[u8], patience: Duration) -> Result<Vec<u8>, Error> {
+    exchange(link, message, patience).map_err(|error| match error {
         // A memory node at its limit of connections closes a new one at once. If the memory node
         // has exited instead, the next connection attempt reports it.
         Error::Gone { why, .. } if link.is_closed() => Error::NotAdmitted { why },
@@ -447,13 +459,13 @@ fn converse(link: &Link, message: &[u8]) -> Result<Vec<u8>, Error> {
     })
 }
 
-fn exchange(link: &Link, message: &[u8]) -> Result<Vec<u8>, Error> {
+fn exchange(link: &Link, message: &[u8], patience: Duration) -> Result<Vec<u8>, Error> {
     link.send(message).map_err(|e| gone(GREETING, e.to_string()))?;
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + patience;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(gone(GREETING, format!("no answer for {PATIENCE:?}")));
+            return Err(gone(GREETING, format!("no answer for {patience:?}")));
         }
         let come = link.wait_readable(left).map_err(|e| gone(GREETING, e.to_string()))?;
         if come && let Some(bytes) = link.receive().map_err(|why| gone(GREETING, why))? {

@@ -258,6 +258,9 @@ impl<N: Nic> Inner<N> {
     /// Re-establishes the management QPs if one of them is broken.
     #[cold]
     pub(super) fn repair_management(&self) -> Result<(), Error> {
+        if self.options.defers_repair && self.scheme.is_broken() {
+            return Err(self.unanswered("using the management QPs"));
+        }
         let mut repairs = self.repair.lock();
         if !self.scheme.is_broken() {
             return Ok(());
@@ -268,6 +271,41 @@ impl<N: Nic> Inner<N> {
         }
         self.scheme.reset()?;
         self.scheme.connect(&self.control.reset_management()?)
+    }
+
+    /// Re-establishes all QPs: see [`Pool::reestablish`](super::Pool::reestablish).
+    pub(super) fn reestablish(&self) -> Result<(), Error> {
+        self.control.check_alive()?;
+        // A memory node that does not answer is asked once, not once for each QP.
+        self.control.status().map_err(|error| match self.control.check_alive() {
+            Ok(()) => Error::Unanswered {
+                attempt: "looking for the memory node".into(),
+                why: "no answer within the time limit: it is stopped, or the network is cut".into(),
+            },
+            Err(_) => error,
+        })?;
+        let mut repairs = self.repair.lock();
+        *repairs += 1;
+        if self.shared {
+            return self.reset_everything(None);
+        }
+        for path in self.groups.iter().flat_map(|group| &group.paths) {
+            let _restoring = path.restoring().lock();
+            let mut state = path.state().write();
+            for access_qp in path.qps() {
+                access_qp.qp().modify(QpChange::Reset)?;
+            }
+            path.reconnect(&mut state, &*self.control)?;
+            state.advance(true);
+        }
+        self.scheme.reset()?;
+        self.scheme.connect(&self.control.reset_management()?)
+    }
+
+    /// The error of an operation on QPs that are not re-established yet.
+    fn unanswered(&self, attempt: &str) -> Error {
+        let why = "the memory node has not answered; re-establish the connection".to_owned();
+        Error::Unanswered { attempt: attempt.to_owned(), why }
     }
 
     /// Checks the management connection after a request has waited for a while without a
@@ -305,6 +343,9 @@ impl<N: Nic> Inner<N> {
         works: impl ExactSizeIterator<Item = &'a Work<'a>> + Clone,
     ) -> Result<Posted<N>, Error> {
         match self.group(group).post(index, works.clone()) {
+            Err(Error::Verbs(verbs::Error::NotReady { .. })) if self.options.defers_repair => {
+                Err(self.unanswered("posting operations"))
+            }
             Err(Error::Verbs(verbs::Error::NotReady { .. })) => {
                 let path = self.group(group).path(index);
                 self.recover(path, path.epoch())?;
@@ -360,9 +401,12 @@ impl<N: Nic> Inner<N> {
         repeat: Repeat,
         tries: &mut u32,
     ) -> Result<bool, Error> {
+        let broken_by_others = matches!(status, Status::Flushed | Status::RetryExceeded);
+        if broken_by_others && self.options.defers_repair {
+            return Ok(false);
+        }
         self.recover(path, epoch)?;
         *tries += 1;
-        let broken_by_others = matches!(status, Status::Flushed | Status::RetryExceeded);
         let may_repeat = match repeat {
             Repeat::Always => true,
             Repeat::IfNotExecuted => status == Status::Flushed && !path.is_unanswered(epoch),

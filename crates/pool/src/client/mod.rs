@@ -88,6 +88,13 @@ pub struct Options {
     /// The QPs of all lanes but the first complete to a CQ of their own, so that they can be lent
     /// to another process ([`Pool::lend_lanes`]).
     pub is_lendable: bool,
+    /// Time within which the memory node answers a request over the control connection, 1 ms to one
+    /// hour. Afterwards the call that waits for the answer ends with [`Error::Gone`].
+    pub answer_timeout: Duration,
+    /// Operations that fail because the memory node does not answer re-establish nothing, and so
+    /// never block: all operations fail from then on, until [`Pool::reestablish`] succeeds. For
+    /// threads that must not block, such as event loops.
+    pub defers_repair: bool,
     /// Token of the domain that the compute node joins, in schemes with leases
     /// ([`Others`](scheme::Others)). To a memory node on another host, the token is proved and not
     /// sent.
@@ -99,10 +106,33 @@ pub struct Options {
     pub scheme: SchemeOptions,
 }
 
+/// Default of [`Options::answer_timeout`].
+pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+
+impl Options {
+    /// Checks the options that no other part checks.
+    pub(crate) fn validate(&self) -> Result<(), Error> {
+        scheme::require(
+            (Duration::from_millis(1)..=Duration::from_secs(3600)).contains(&self.answer_timeout),
+            "answer_timeout",
+            self.answer_timeout.as_millis(),
+            "must be 1 ms to one hour",
+        )
+    }
+}
+
 impl Default for Options {
     fn default() -> Self {
         let scheme = SchemeOptions::default();
-        Self { groups: None, send_blocks: 256, is_lendable: false, domain: None, scheme }
+        Self {
+            groups: None,
+            send_blocks: 256,
+            is_lendable: false,
+            answer_timeout: ANSWER_TIMEOUT,
+            defers_repair: false,
+            domain: None,
+            scheme,
+        }
     }
 }
 
@@ -211,6 +241,27 @@ impl<N: Nic> Pool<N> {
         }
     }
 
+    /// Re-establishes all QPs after the memory node did not answer for a while. Operations in flight
+    /// end as flushed, and none of them takes effect any more. Grants stay valid. Blocks for at most
+    /// a few times [`Options::answer_timeout`].
+    ///
+    /// # Errors
+    /// [`Error::Gone`] if the connection has ended, or the memory node still does not answer.
+    pub fn reestablish(&self) -> Result<(), Error> {
+        self.inner.reestablish()
+    }
+
+    /// [`Options::defers_repair`] of this pool.
+    pub fn defers_repair(&self) -> bool {
+        self.inner.options.defers_repair
+    }
+
+    /// True if the memory node has not ended the connection, as far as this compute node knows. Then
+    /// the chunks of the pool are as they were.
+    pub fn is_connected(&self) -> bool {
+        self.inner.control.check_alive().is_ok()
+    }
+
     fn from(
         nic: N,
         control: Box<dyn ControlPlane>,
@@ -218,6 +269,7 @@ impl<N: Nic> Pool<N> {
         reconnect: Option<Reconnect<N>>,
         clients: &ClientRegistry<N>,
     ) -> Result<Self, Error> {
+        options.validate()?;
         let welcome = control.welcome().clone();
         let (groups, sizes) = access_sizes(&options, &welcome)?;
         let pd = nic.alloc_pd()?;

@@ -16,7 +16,7 @@ use rustix::net::SendFlags;
 use super::address::RemoteAddress;
 use super::frames::{Inbox, Read, frame};
 use super::listener::set_keepalive;
-use crate::{Error, socket};
+use crate::{Error, Settings, socket};
 
 /// Timeout of a TCP connection attempt.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -109,6 +109,14 @@ impl Link {
         }
     }
 
+    /// Ends the connection if the memory node is unreachable for `time`. Of no effect on this host.
+    pub fn keep_for(&self, time: Duration) -> Result<(), Errno> {
+        match self {
+            Link::Local(_) => Ok(()),
+            Link::Remote(link) => set_keepalive(&link.stream, time),
+        }
+    }
+
     /// True if the peer is known to have closed the connection.
     pub fn is_closed(&self) -> bool {
         matches!(poll_for(self.as_fd(), PollFlags::RDHUP, Duration::ZERO), Ok(true))
@@ -141,7 +149,7 @@ impl RemoteLink {
     fn connect(peer: SocketAddr) -> std::io::Result<Self> {
         let stream = TcpStream::connect_timeout(&peer, CONNECT)?;
         stream.set_nonblocking(true)?;
-        set_keepalive(&stream)?;
+        set_keepalive(&stream, Settings::CLIENT_TIMEOUT)?;
         let local = stream.local_addr()?.ip();
         Ok(Self { stream, sending: Mutex::default(), inbox: Mutex::default(), peer, local })
     }

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, sockopt};
 
 use super::token::Token;
-use crate::Error;
+use crate::{Error, Settings};
 use scheme::DomainToken;
 
 /// Settings for connections from other hosts.
@@ -70,6 +70,8 @@ pub struct RemoteListener {
     pub authenticated: bool,
     /// Tokens of the domains that compute nodes can join.
     pub domains: Vec<DomainToken>,
+    /// Time for which a compute node may be unreachable.
+    client_timeout: Duration,
 }
 
 impl RemoteListener {
@@ -102,12 +104,20 @@ impl RemoteListener {
             match udp(address) {
                 Ok(wire) => {
                     let Listen { token, authenticated, domains, .. } = listen.clone();
-                    return Ok((Self { socket, address, token, authenticated, domains }, wire));
+                    let client_timeout = Settings::CLIENT_TIMEOUT;
+                    let listener =
+                        Self { socket, address, token, authenticated, domains, client_timeout };
+                    return Ok((listener, wire));
                 }
                 Err(e) if e.kind() == ErrorKind::AddrInUse && tries > 0 => {}
                 Err(e) => return Err(system("UDP, for RoCEv2", e)),
             }
         }
+    }
+
+    /// The same listener for compute nodes that may be unreachable for `time`.
+    pub fn with_client_timeout(self, time: Duration) -> Self {
+        Self { client_timeout: time, ..self }
     }
 
     /// Local address of the listener.
@@ -124,7 +134,7 @@ impl RemoteListener {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         match rustix::net::accept_with(&self.socket, flags) {
             // A connection whose options cannot be set has broken.
-            Ok(fd) => Ok(set_keepalive(&fd).is_ok().then_some(fd)),
+            Ok(fd) => Ok(set_keepalive(&fd, self.client_timeout).is_ok().then_some(fd)),
             Err(e) if is_connection_error(e) => Ok(None),
             Err(e) => Err(e),
         }
@@ -161,25 +171,26 @@ impl AsFd for RemoteListener {
 
 /// Idle time of a connection until the first keep-alive probe.
 const IDLE: Duration = Duration::from_secs(3);
-/// Number of unanswered keep-alive probes, one per [`INTERVAL`], after which the connection ends.
-const PROBES: u32 = 9;
 const INTERVAL: Duration = Duration::from_secs(1);
-/// Time for which sent data or a probe may stay unacknowledged before the connection ends.
-///
-/// On a network that loses one packet in ten in both directions, a probe or its answer is lost with
-/// probability 0.19. With 4 probes (7 s) one idle period in 800 ended a living connection; with 9
-/// it is one in three million.
-const GONE: Duration = Duration::from_secs(12);
 
-/// Makes the kernel end a connection to an unreachable host, and send small messages without delay.
-pub fn set_keepalive(stream: impl AsFd) -> Result<(), Errno> {
+/// Makes the kernel end a connection to a host that is unreachable for `gone`, at least 4 s, and
+/// send small messages without delay.
+///
+/// A connection ends after [`IDLE`] and then one unanswered keep-alive probe per [`INTERVAL`]: 9 with
+/// the default of 12 s. On a network that loses one packet in ten in both directions, a probe or its
+/// answer is lost with probability 0.19. With 4 probes (7 s) one idle period in 800 ended a living
+/// connection; with 9 it is one in three million.
+pub fn set_keepalive(stream: impl AsFd, gone: Duration) -> Result<(), Errno> {
+    let probes = (gone.saturating_sub(IDLE).as_secs() / INTERVAL.as_secs()).clamp(1, 127) as u32;
+    // The kernel counts at most 127 probes, so a long time has longer intervals.
+    let interval = (gone.saturating_sub(IDLE) / probes).max(INTERVAL);
     let stream = stream.as_fd();
     sockopt::set_tcp_nodelay(stream, true)?;
     sockopt::set_socket_keepalive(stream, true)?;
     sockopt::set_tcp_keepidle(stream, IDLE)?;
-    sockopt::set_tcp_keepintvl(stream, INTERVAL)?;
-    sockopt::set_tcp_keepcnt(stream, PROBES)?;
-    sockopt::set_tcp_user_timeout(stream, GONE.as_millis() as u32)
+    sockopt::set_tcp_keepintvl(stream, interval)?;
+    sockopt::set_tcp_keepcnt(stream, probes)?;
+    sockopt::set_tcp_user_timeout(stream, gone.as_millis() as u32)
 }
 
 #[cfg(test)]
@@ -271,6 +282,7 @@ mod tests {
             token: None,
             authenticated: true,
             domains: Vec::new(),
+            client_timeout: Settings::CLIENT_TIMEOUT,
         };
         assert_eq!(not_listening.accept().err(), Some(Errno::INVAL));
     }
@@ -291,8 +303,8 @@ mod tests {
         assert!(sockopt::socket_keepalive(&stream).unwrap());
         assert_eq!(sockopt::tcp_keepidle(&stream).unwrap(), IDLE);
         assert_eq!(sockopt::tcp_keepintvl(&stream).unwrap(), INTERVAL);
-        assert_eq!(sockopt::tcp_keepcnt(&stream).unwrap(), PROBES);
+        assert_eq!(sockopt::tcp_keepcnt(&stream).unwrap(), 9);
         let gone = sockopt::tcp_user_timeout(&stream).unwrap();
-        assert_eq!(Duration::from_millis(gone.into()), GONE);
+        assert_eq!(Duration::from_millis(gone.into()), crate::Settings::default().client_timeout);
     }
 }

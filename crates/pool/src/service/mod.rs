@@ -113,6 +113,7 @@ impl Service {
         let listener = Listener::bind(endpoint)?;
         let path = listener.path().to_path_buf();
         let (remote, wire) = listen.map(RemoteListener::bind).transpose()?.unzip();
+        let remote = remote.map(|remote| remote.with_client_timeout(settings.client_timeout));
         let address = remote.as_ref().map(RemoteListener::address);
         let (nic, host) = open(wire)?;
         let settings = Settings { paced: true, ..settings.clone() };

@@ -121,7 +121,10 @@ impl Control<'_> {
                 let roce = ends.map(|ends| ends.here);
                 let authenticated = authenticated && roce.is_some();
                 let node = self.shared.node.welcome();
-                let welcome = NodeHello { full, roce, proof, authenticated, ..node };
+                let timeout = self.shared.node.settings().client_timeout.as_millis() as u64;
+                let client_timeout_ms = roce.is_some().then_some(timeout);
+                let welcome =
+                    NodeHello { full, roce, proof, authenticated, client_timeout_ms, ..node };
                 return connection.reply(0, Reply::Welcome(welcome));
             }
             "pool" => format!(
