@@ -260,6 +260,12 @@ impl<S: ChunkSource> Heap<S> {
         self.give_back_beyond(group, 0).await
     }
 
+    /// All chunks, without those on their way back to the source.
+    pub fn chunks(&self) -> Vec<S::Chunk> {
+        let of = |group: &Group<S::Chunk>| group.0.lock().handles();
+        self.groups.iter().flat_map(of).collect()
+    }
+
     /// The use of memory, summed over the groups. The groups are counted one after the other.
     pub fn stats(&self) -> Stats {
         let class =

@@ -4,6 +4,13 @@ use crate::classes::Class;
 use crate::place::Place;
 use crate::state::State;
 
+impl<C: Clone> State<C> {
+    /// All chunks.
+    pub fn handles(&self) -> Vec<C> {
+        self.chunks.iter().flatten().map(|chunk| chunk.handle.clone()).collect()
+    }
+}
+
 impl<C> State<C> {
     /// Makes the block of `class` at `place` in the chunk in `slot` live. The list of empty chunks
     /// is wrong until [`State::finish_claims`].

@@ -12,6 +12,7 @@ mod nodes;
 mod whole;
 
 use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -49,8 +50,10 @@ struct Shared<N: Nic> {
     nodes: Nodes<N>,
     heap: OnceLock<Heap<Nodes<N>>>,
     settings: heap::Settings,
-    /// Chunks of a predecessor, until the heap has taken them over.
-    inherited: Mutex<Vec<Grant>>,
+    /// Chunks of a predecessor by address, until the heap has taken them over.
+    inherited: Mutex<Vec<NodeGrant>>,
+    /// A memory node that the store needs has not answered.
+    has_failed: AtomicBool,
     leaving: Mutex<HashSet<Place>>,
 }
 
@@ -90,18 +93,58 @@ impl<N: Nic> PoolMemory<N> {
         settings: heap::Settings,
         chunks: Vec<Grant>,
     ) -> Result<Self, heap::Error> {
+        let chunks = chunks.into_iter().map(|grant| NodeGrant { node: 0, grant }).collect();
         Self::of(Nodes::new(vec![pool], node), settings, chunks)
+    }
+
+    /// The same memory nodes and chunks, for the same store when it is opened again, in this
+    /// process. No operation of the store may be in flight, nor begin later.
+    ///
+    /// # Errors
+    /// As for [`PoolMemory::new`].
+    pub fn reopened(&self) -> Result<Self, heap::Error> {
+        let inherited = || self.shared.inherited.lock().clone();
+        let chunks = self.heap().map_or_else(inherited, Heap::chunks);
+        Self::of(Ok(self.shared.nodes.clone()), self.shared.settings, chunks)
+    }
+
+    /// True if an operation has failed because the first memory node did not answer, or another one
+    /// that is still connected. The store must be [opened again](PoolMemory::reopened).
+    pub fn has_failed(&self) -> bool {
+        self.shared.has_failed.load(Ordering::Relaxed)
+    }
+
+    /// Re-establishes the connections to all memory nodes ([`Pool::reestablish`]). A memory node
+    /// other than the first that has ended its connection counts as gone. Returns false if the
+    /// first one has ended its connection: then the store is lost.
+    ///
+    /// # Errors
+    /// A memory node still does not answer.
+    pub fn reestablish(&self) -> Result<bool, pool::Error> {
+        for (index, node) in self.shared.nodes.iter().enumerate() {
+            match node.pool.reestablish() {
+                Ok(()) => {}
+                Err(error) if node.pool.is_connected() => return Err(error),
+                Err(_) if index == 0 => return Ok(false),
+                Err(_) => {
+                    node.set_gone();
+                }
+            }
+        }
+        Ok(true)
     }
 
     fn of(
         nodes: Result<Nodes<N>, pool::Error>,
         settings: heap::Settings,
-        chunks: Vec<Grant>,
+        mut chunks: Vec<NodeGrant>,
     ) -> Result<Self, heap::Error> {
+        chunks.sort_by_key(|chunk| (chunk.node, chunk.grant.addr));
         let nodes =
             nodes.map_err(|source| heap::Error::Source { attempt: "using a pool", source })?;
         let (heap, inherited) = (OnceLock::new(), Mutex::new(chunks));
-        let shared = Shared { nodes, heap, settings, inherited, leaving: Mutex::default() };
+        let (leaving, has_failed) = (Mutex::default(), AtomicBool::new(false));
+        let shared = Shared { nodes, heap, settings, inherited, has_failed, leaving };
         Ok(Self { shared: Arc::new(shared) })
     }
 
@@ -134,8 +177,7 @@ impl<N: Nic> PoolMemory<N> {
     }
 
     fn adopt_all(&self, used: Vec<heap::Block>) -> Result<(), heap::Error> {
-        let inherited = self.shared.inherited.lock().clone();
-        let chunks = inherited.into_iter().map(|grant| NodeGrant { node: 0, grant });
+        let chunks = self.shared.inherited.lock().clone();
         let heap = Heap::rebuild(self.shared.nodes.clone(), self.shared.settings, chunks, used)?;
         let _ = self.shared.heap.set(heap);
         self.shared.inherited.lock().clear();
@@ -149,26 +191,31 @@ impl<N: Nic> PoolMemory<N> {
         if let Some((chunk, offset)) = self.heap().and_then(|heap| heap.locate(place)) {
             return Some((chunk, offset + rest));
         }
-        let first = self.shared.nodes.index();
-        let address = first.first_chunk_addr.checked_add(at.offset)?;
+        let (index, node) = self.shared.nodes.by_number(at.node)?;
+        let address = node.first_chunk_addr.checked_add(at.offset)?;
         let inherited = self.shared.inherited.lock();
-        let grant = inherited.iter().find(|grant| {
-            at.node == self.shared.nodes.number(0)
-                && (grant.addr..grant.addr + grant.len).contains(&address)
-        })?;
-        Some((NodeGrant { node: 0, grant: *grant }, address - grant.addr))
+        let key = (index as u8, address);
+        let behind = inherited.partition_point(|own| (own.node, own.grant.addr) <= key);
+        let chunk = inherited.get(behind.checked_sub(1)?)?;
+        let within = address.checked_sub(chunk.grant.addr)?;
+        (usize::from(chunk.node) == index && within < chunk.grant.len).then_some((*chunk, within))
     }
 
     /// The reason of a failure at a memory node. A memory node that has only values is gone then:
     /// its connection has ended, and with it the memory.
     fn stopped(&self, index: usize, error: pool::Error) -> Stopped {
+        let node = self.shared.nodes.get(index);
+        let is_silent = node.pool.defers_repair() && node.pool.is_connected();
         match stopped(error) {
-            Stopped::Lost(why) if index > 0 => {
+            Stopped::Lost(why) if index > 0 && !is_silent => {
                 let number = self.shared.nodes.number(index);
-                self.shared.nodes.get(index).set_gone();
+                node.set_gone();
                 Stopped::Gone { node: number, why }
             }
-            stopped => stopped,
+            stopped => {
+                self.shared.has_failed.store(true, Ordering::Relaxed);
+                stopped
+            }
         }
     }
 
@@ -273,7 +320,19 @@ impl<N: Nic> PoolMemory<N> {
 
     async fn allocate_on(&self, node: &Node<N>, stripe: u32, bytes: u32) -> Result<Place, NoBlock> {
         let block = self.ready()?.allocate(node.group(stripe), bytes.into()).await;
-        Ok(Place::of(block.map_err(no_block)?.place.raw()))
+        let block = block.map_err(|error| self.no_block(node, error))?;
+        Ok(Place::of(block.place.raw()))
+    }
+
+    /// The reason that `node` has given no block.
+    fn no_block(&self, node: &Node<N>, error: heap::Error) -> NoBlock {
+        let why = no_block(error);
+        let is_index = std::ptr::eq(node, self.shared.nodes.index());
+        let is_silent = node.pool.defers_repair() && node.pool.is_connected();
+        if matches!(why, NoBlock::Lost(_)) && (is_index || is_silent) {
+            self.shared.has_failed.store(true, Ordering::Relaxed);
+        }
+        why
     }
 
     /// Gives chunks of a group back, and fills its reserve.
@@ -283,9 +342,9 @@ impl<N: Nic> PoolMemory<N> {
         group: GroupId,
         node: &Node<N>,
     ) -> Result<(), NoBlock> {
-        heap.give_back(group).await.map_err(no_block)?;
+        heap.give_back(group).await.map_err(|error| self.no_block(node, error))?;
         if !node.is_gone() {
-            heap.refill(group).await.map_err(no_block)?;
+            heap.refill(group).await.map_err(|error| self.no_block(node, error))?;
         }
         Ok(())
     }
@@ -313,7 +372,7 @@ impl<N: Nic> Blocks for PoolMemory<N> {
             }
             match self.allocate_on(node, stripe, bytes).await {
                 Err(NoBlock::Full) => {}
-                Err(NoBlock::Lost(_)) if index > 0 => {
+                Err(NoBlock::Lost(_)) if index > 0 && !self.has_failed() => {
                     node.set_gone();
                 }
                 result => return result,
@@ -363,7 +422,9 @@ impl<N: Nic> Blocks for PoolMemory<N> {
             match self.tend_group(heap, group, node).await {
                 // The reserve is filled when the pool has memory again.
                 Ok(()) | Err(NoBlock::Full) => {}
-                Err(NoBlock::Lost(_)) if !std::ptr::eq(node, self.shared.nodes.index()) => {
+                Err(NoBlock::Lost(_))
+                    if !std::ptr::eq(node, self.shared.nodes.index()) && !self.has_failed() =>
+                {
                     node.set_gone();
                 }
                 Err(error) => return Err(error),

@@ -46,6 +46,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         trip: &Trip<'_>,
         steps: &mut [Step<'_>],
     ) -> Result<(), Error> {
+        self.check()?;
         let mut armed = Armed { interrupted: &self.interrupted, ended: false };
         self.run(trip, steps).await?;
         armed.ended = true;
@@ -109,6 +110,29 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         };
         self.interrupted.store(true, Ordering::Relaxed);
         Err(error)
+    }
+
+    /// Refuses all operations from now on: the store is to be opened again.
+    pub fn interrupt(&self) {
+        self.interrupted.store(true, Ordering::Relaxed);
+    }
+
+    /// True if the store refuses all operations.
+    pub fn is_interrupted(&self) -> bool {
+        self.interrupted.load(Ordering::Relaxed)
+    }
+
+    /// Reads in remote memory whether this process still owns the store.
+    ///
+    /// # Errors
+    /// [`Error::Deposed`], or the memory node does not answer.
+    pub async fn check_owner(&self) -> Result<(), Error> {
+        self.check()?;
+        let trip = self.trip(super::trips::Operation::Maintain);
+        let mut bytes = [0; 8];
+        let generation = root::generation_word(self.root);
+        self.run(&trip, &mut [Step::Read { at: generation, into: &mut bytes }]).await?;
+        if word(&bytes, 0) == self.generation { Ok(()) } else { Err(Error::Deposed) }
     }
 
     /// Refuses an operation after an interrupted change.

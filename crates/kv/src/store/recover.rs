@@ -27,7 +27,7 @@ use crate::layout::root::{DirectoryRoot, ROOT_BYTES, Root, generation_word};
 use crate::layout::table::{BucketWord, Header, Slot, Spot};
 use crate::layout::{Malformed, class, table, word};
 use crate::place::Place;
-use crate::reach::{Reach, Step};
+use crate::reach::{Reach, Step, Stopped};
 use crate::table::{Entry, Local, Table};
 
 /// Changes beyond which a journal is not believed.
@@ -276,6 +276,9 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let words = read.slots.iter().enumerate();
         let words: Vec<_> =
             words.filter_map(|(slot, word)| Some((slot, Slot::parse(*word)?))).collect();
+        let (words, lost): (Vec<_>, Vec<_>) =
+            words.into_iter().partition(|(_, word)| !self.blocks.is_gone(word.place));
+        let mut has_lost = !lost.is_empty();
         let mut kept = vec![0; read.slots.len()].into_boxed_slice();
         self.read_keys(trip, words.iter().map(|(_, word)| *word), |i, head, key| {
             let (slot, parsed) = words[i];
@@ -291,13 +294,16 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             }
         })
         .await?;
-        self.databases[usize::from(db)].count(local.used.into());
-        for (_, word) in words.iter().filter(|(slot, _)| kept[*slot] != 0) {
-            self.adopt_block(trip, *word, stripe, used).await?;
+        for (slot, word) in &words {
+            if kept[*slot] != 0 && !self.adopt_block(trip, *word, stripe, used).await? {
+                (kept[*slot], has_lost) = (0, true);
+                local.replace(*slot, None);
+            }
         }
+        self.databases[usize::from(db)].count(local.used.into());
         let table = Table::new(read.spot, db, stripe, read.header.sequence, local);
         used.extend(table.blocks().map(|(place, bytes)| (place, bytes, stripe)));
-        let is_unfinished = own != read.header.whole.depth;
+        let is_unfinished = has_lost || own != read.header.whole.depth;
         Ok((table, is_unfinished.then_some(kept)))
     }
 
@@ -318,26 +324,33 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         Ok(())
     }
 
-    /// Lists the block of a slot, and its pieces.
+    /// Lists the block of a slot, and its pieces. Returns false if a piece is on a memory node that
+    /// is gone: then the key is lost.
     async fn adopt_block(
         &self,
         trip: &Trip<'_>,
         slot: Slot,
         stripe: u32,
         used: &mut Used,
-    ) -> Result<(), Error> {
+    ) -> Result<bool, Error> {
         if let Some(bytes) = class::length(self.slab, slot.length) {
             used.push((slot.place, bytes, stripe));
-            return Ok(());
+            return Ok(true);
         }
         let mut bytes = self.buffers.take();
         self.read_block(trip, slot, &mut bytes).await?;
         let block = self.parse(slot, &bytes)?;
-        let (pieces, lists) = self.pieces(trip, slot.place, &block).await?;
+        if self.lacks_pieces(&block) {
+            return Ok(false);
+        }
+        let (pieces, lists) = match self.pieces(trip, slot.place, &block).await {
+            Err(Error::Stopped(Stopped::Gone { .. })) => return Ok(false),
+            result => result?,
+        };
         let length = HEADER_BYTES + block.key.len() + block.rest.len();
         used.push((slot.place, length as u32, stripe));
         used.extend(pieces.into_iter().chain(lists).map(|(place, bytes)| (place, bytes, stripe)));
-        Ok(())
+        Ok(true)
     }
 }
 

@@ -90,6 +90,11 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         }
     }
 
+    /// Counts all watched keys as changed: the store is opened again, and its watches end.
+    pub fn end_watches(&self) {
+        self.watches.keys.lock().values_mut().for_each(|key| key.changes += 1);
+    }
+
     /// Notes a flush of a database.
     pub(super) fn flushed(&self, db: u8) {
         let mut keys = self.watches.keys.lock();
