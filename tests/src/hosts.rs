@@ -84,6 +84,13 @@ impl Hosts {
         in_namespace(&self.names[host], what)
     }
 
+    /// Takes the link of a host up again, with its addresses.
+    pub fn plug(&self, host: usize) -> Result<()> {
+        ip(&["-n", &self.names[host], "link", "set", DEVICE, "up"])?;
+        let address = format!("{}/64", V6[host]);
+        ip(&["-n", &self.names[host], "addr", "replace", &address, "dev", DEVICE, "nodad"])
+    }
+
     /// Takes the link down at a host.
     pub fn unplug(&self, host: usize) -> Result<()> {
         ip(&["-n", &self.names[host], "link", "set", DEVICE, "down"])

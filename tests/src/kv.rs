@@ -44,9 +44,7 @@ impl Server {
 
     /// Opens a connection.
     pub fn connect(&self) -> Result<Connection> {
-        let stream = TcpStream::connect(("127.0.0.1", self.port))?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        Ok(Connection(BufReader::new(stream)))
+        Connection::open(self.port)
     }
 
     /// Returns the output of a program that gets the port as `-p PORT`.
@@ -75,6 +73,13 @@ impl Drop for Server {
 pub struct Connection(BufReader<TcpStream>);
 
 impl Connection {
+    /// Opens a connection to a server of the calling thread's host.
+    pub fn open(port: u16) -> Result<Self> {
+        let stream = TcpStream::connect(("127.0.0.1", port))?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        Ok(Self(BufReader::new(stream)))
+    }
+
     /// Reads a line, without its end.
     pub fn line(&mut self) -> Result<String> {
         let mut line = String::new();

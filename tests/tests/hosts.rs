@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use granary_tests::hosts::{Hosts, Impairment, V4, V6};
+use granary_tests::kv::{Connection, PATIENCE, Server};
 use granary_tests::node::{MemoryNode, full, granary};
 use serde_json::Value;
 
@@ -259,5 +260,42 @@ fn programs_page_to_another_host() -> Result<()> {
     ensure!(paged.stdout == plain.stdout, "the outputs differ; standard error: {stderr}");
     ensure!(node.status()?["allocations_nic"].as_u64() > Some(0), "no page was moved: {stderr}");
     wait_until_all_free(&node)?;
+    Ok(())
+}
+
+/// The cable of a key-value server is cut while a write is under way, for less than the memory node
+/// waits. Nothing is lost.
+#[test]
+fn store_goes_on_after_the_cable_was_cut() -> Result<()> {
+    let Some(hosts) = Hosts::new()? else { return Ok(()) };
+    let arguments = ["--memory", "16MiB", "--chunk", "16KiB", "--client-timeout", "60"];
+    let node = MemoryNode::start_on(&hosts, "kv-cable", V4[0], &arguments)?;
+    let (pool, token) = (format!("roce://{}", V4[0]), node.token());
+    let token = token.to_str().context("no text")?;
+    let arguments = ["--pool", &pool, "--token-file", token, "--pool-timeout", "1"];
+    let server = Server::start_by(hosts.command(1, granary()), &arguments)?;
+    let port = server.port;
+    let mut connection = hosts.inside(1, move || Connection::open(port))?;
+    for key in 0..100 {
+        assert_eq!(connection.ask(&format!("INCRBY key:{key} {key}"))?, format!(":{key}"));
+    }
+    hosts.unplug(0)?;
+    let reply = connection.ask("INCR key:7")?;
+    ensure!(reply.starts_with("-UNCERTAIN ") || reply.starts_with("-MASTERDOWN "), "{reply}");
+    let reply = connection.ask("GET key:8")?;
+    ensure!(reply.starts_with("-MASTERDOWN "), "{reply}");
+    assert_eq!(connection.ask("PING")?, "+PONG");
+    hosts.plug(0)?;
+    let start = Instant::now();
+    while connection.ask("INCRBY key:9 0")? != ":9" {
+        ensure!(start.elapsed() < PATIENCE, "the server does not go on");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let seven = connection.ask("INCRBY key:7 0")?;
+    ensure!(seven == ":7" || seven == ":8", "{seven}");
+    for key in 8..100 {
+        assert_eq!(connection.ask(&format!("INCRBY key:{key} 1"))?, format!(":{}", key + 1));
+    }
+    assert_eq!(connection.ask("DBSIZE")?, ":100");
     Ok(())
 }

@@ -8,7 +8,7 @@ use granary_tests::kv::{Connection, PATIENCE, Server};
 use granary_tests::needs::skip;
 use granary_tests::node::{MemoryNode, granary};
 use granary_tests::scrape::{Page, address_of, names_in_docs};
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 #[test]
@@ -76,6 +76,104 @@ fn values_outlive_another_memory_node() -> Result<()> {
         assert_eq!(connection.ask(&format!("SET key:{key} again"))?, "+OK");
     }
     assert_eq!(connection.ask("DBSIZE")?, format!(":{KEYS}"));
+    Ok(())
+}
+
+/// Waits until a command has this reply.
+fn until(connection: &mut Connection, command: &str, reply: &str) -> Result<()> {
+    let start = std::time::Instant::now();
+    loop {
+        let got = connection.ask(command)?;
+        if got == reply {
+            return Ok(());
+        }
+        ensure!(start.elapsed() < PATIENCE, "{command}: {got} instead of {reply}");
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+}
+
+const SMALL: [&str; 4] = ["--memory", "16MiB", "--chunk", "16KiB"];
+
+/// The memory node is stopped, and a write has no answer. Nothing is lost.
+#[test]
+fn store_goes_on_after_its_memory_node_was_stopped() -> Result<()> {
+    let node = MemoryNode::start("kv-stopped", &SMALL)?;
+    let pool = format!("shm:{}", node.socket.display());
+    let server = Server::start(&["--pool", &pool, "--pool-timeout", "1"])?;
+    let mut connection = server.connect()?;
+    for key in 0..200 {
+        assert_eq!(connection.ask(&format!("INCRBY key:{key} {key}"))?, format!(":{key}"));
+    }
+    assert_eq!(connection.ask("SWAPDB 0 1")?, "+OK");
+    assert_eq!(connection.ask("SELECT 1")?, "+OK");
+    assert_eq!(connection.ask("WATCH key:3")?, "+OK");
+    let pid = Pid::from_raw(node.pid()).context("no process id")?;
+    kill_process(pid, Signal::STOP)?;
+    let mut other = server.connect()?;
+    assert_eq!(other.ask("SELECT 1")?, "+OK");
+    // The threads of the memory node stop a little later.
+    let mut seven = 7;
+    let reply = loop {
+        match other.ask("INCR key:7")? {
+            reply if reply.starts_with(':') => seven += 1,
+            reply => break reply,
+        }
+    };
+    ensure!(reply.starts_with("-UNCERTAIN "), "{reply}");
+    let reply = other.ask("GET key:8")?;
+    ensure!(reply.starts_with("-MASTERDOWN "), "{reply}");
+    assert_eq!(other.ask("PING")?, "+PONG");
+    let info = server.run("redis-cli", &["INFO", "pool"])?;
+    ensure!(info.contains("pool_status:silent\r\npool_outages:1\r\npool_losses:0"), "{info}");
+    kill_process(pid, Signal::CONT)?;
+    until(&mut other, "INCRBY key:9 0", ":9")?;
+    assert_eq!(other.ask("DBSIZE")?, ":200");
+    // The write without an answer has taken effect, or not; it has not taken effect twice.
+    let now = other.ask("INCRBY key:7 0")?;
+    ensure!(now == format!(":{seven}") || now == format!(":{}", seven + 1), "{now}, {seven}");
+    for key in 8..200 {
+        assert_eq!(other.ask(&format!("INCRBY key:{key} 1"))?, format!(":{}", key + 1));
+    }
+    // A watched key may have changed.
+    assert_eq!(connection.ask("MULTI")?, "+OK");
+    assert_eq!(connection.ask("GET key:3")?, "+QUEUED");
+    assert_eq!(connection.ask("EXEC")?, "*-1");
+    let info = server.run("redis-cli", &["INFO", "pool"])?;
+    ensure!(info.contains("pool_status:ok\r\npool_outages:1\r\npool_losses:0"), "{info}");
+    Ok(())
+}
+
+/// The memory node is killed, and another one serves at its address.
+#[test]
+fn server_begins_again_after_the_end_of_its_memory_node() -> Result<()> {
+    let mut node = MemoryNode::start("kv-killed", &SMALL)?;
+    let pool = format!("shm:{}", node.socket.display());
+    let dir = node.directory().to_str().context("no text")?.to_owned();
+    let server = Server::start(&["--pool", &pool, "--pool-timeout", "1", "--dir", &dir])?;
+    let mut connection = server.connect()?;
+    assert_eq!(connection.ask("SET saved 1")?, "+OK");
+    assert_eq!(connection.ask("SAVE")?, "+OK");
+    assert_eq!(connection.ask("SET unsaved 1")?, "+OK");
+    node.kill()?;
+    // The work in the background notices the end without a command.
+    let start = std::time::Instant::now();
+    while !server.run("redis-cli", &["INFO", "pool"])?.contains("pool_status:silent") {
+        ensure!(start.elapsed() < PATIENCE, "the end is not noticed");
+    }
+    let reply = connection.ask("SET unsaved 2")?;
+    ensure!(reply.starts_with("-MASTERDOWN "), "{reply}");
+    assert_eq!(connection.ask("PING")?, "+PONG");
+    node.restart(&SMALL)?;
+    until(&mut connection, "INCRBY saved 0", ":1")?;
+    assert_eq!(connection.ask("EXISTS unsaved")?, ":0");
+    let info = server.run("redis-cli", &["INFO", "pool"])?;
+    ensure!(info.contains("pool_outages:1\r\npool_losses:1"), "{info}");
+
+    assert_eq!(connection.ask("CONFIG SET pool-lost exit")?, "+OK");
+    node.kill()?;
+    let mut server = server;
+    let status = server.child.wait()?;
+    ensure!(status.code().is_some_and(|code| code != 0), "{status:?}");
     Ok(())
 }
 

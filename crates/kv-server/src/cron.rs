@@ -27,6 +27,7 @@ impl Cron {
         store: &K,
         clients: impl Iterator<Item = &'a Arc<Client>>,
     ) {
+        worker.end_late();
         let server = &worker.server;
         let timeout_ms = server.config.live.timeout_s() * 1000;
         let now_ms = worker.now_ms();

@@ -9,6 +9,7 @@
 //! | `exec` | EXEC as one call of the store, WATCH |
 //! | `whole`, `debug` | commands on whole databases |
 //! | `barrier`, `state` | what all threads share |
+//! | `reopen` | the data after a memory node did not answer |
 //! | `save`, `upkeep` | files; work in the background |
 
 mod barrier;
@@ -22,6 +23,7 @@ mod keys;
 mod lcs;
 mod numbers;
 mod plan;
+mod reopen;
 mod run;
 mod save;
 mod state;
@@ -46,6 +48,7 @@ use crate::session::Queue;
 use crate::worker::Worker;
 
 pub use self::exec::Watched;
+pub use self::reopen::Reopened;
 use self::state::State;
 
 /// The store that commands on data use.
@@ -56,8 +59,6 @@ pub struct Data<N: Nic = DefaultNic> {
     /// The store.
     pub store: Store<N>,
     memory: PoolMemory<N>,
-    /// Bytes of all chunks of the pools.
-    capacity: u64,
     state: State,
 }
 
@@ -85,15 +86,24 @@ impl<N: Nic> Data<N> {
         if pools.iter().any(|pool| pool.first_chunk().is_none()) {
             return Err(Error::Scheme);
         }
+        let memory = PoolMemory::over(pools, heap)?;
+        let store = Store::create_blocking(memory.clone(), memory.clone(), System, settings)?;
+        Ok(Self { store, memory, state: State::default() })
+    }
+
+    /// Bytes of all chunks of the pools.
+    fn capacity(&self) -> u64 {
         let bytes = |pool: &Pool<N>| match &pool.welcome().offer {
             // A memory node that does not tell the number of its chunks.
             offer if offer.chunks == 0 => u64::MAX,
             offer => offer.chunks.saturating_mul(offer.chunk_bytes),
         };
-        let capacity = pools.iter().map(bytes).fold(0, u64::saturating_add);
-        let memory = PoolMemory::over(pools, heap)?;
-        let store = Store::create_blocking(memory.clone(), memory.clone(), System, settings)?;
-        Ok(Self { store, memory, capacity, state: State::default() })
+        self.memory.pools().map(bytes).fold(0, u64::saturating_add)
+    }
+
+    /// True if an operation had no answer of a memory node: the store is to be opened again.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.memory.has_failed() || self.store.is_interrupted()
     }
 
     /// The pool of the first memory node.

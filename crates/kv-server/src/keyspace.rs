@@ -53,6 +53,17 @@ pub struct Fact {
     pub value: String,
 }
 
+/// Times in which the memory nodes of a store did not answer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Outages {
+    /// True during such a time.
+    pub is_out: bool,
+    /// Their number.
+    pub count: u64,
+    /// The number of those after which the data was lost.
+    pub losses: u64,
+}
+
 /// The keys and values behind a server.
 ///
 /// All threads of a server use one value of this type. The futures run on the thread of the
@@ -137,6 +148,11 @@ pub trait Keyspace: Send + Sync + Sized + 'static {
 
     /// Fields of the section `# Pool` of INFO.
     fn facts(&self) -> Vec<Fact>;
+
+    /// Times in which the memory nodes did not answer.
+    fn outages(&self) -> Outages {
+        Outages::default()
+    }
 
     /// A parameter of the configuration has changed.
     fn configured(&self, server: &Server);

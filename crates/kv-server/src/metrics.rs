@@ -36,6 +36,9 @@ struct Report {
     cache_limit: u64,
     cache_hits: u64,
     cache_misses: u64,
+    silent: u64,
+    outages: u64,
+    losses: u64,
     uptime_ms: u64,
 }
 
@@ -76,6 +79,9 @@ declare! {
             "kv_cache_misses",
             "Reads of values that were not cached, values in pieces excepted."
         ),
+        silent: gauge("kv_pool_silent", "1 while a memory node does not answer, 0 otherwise."),
+        outages: counter("kv_pool_outages", "Times that a memory node did not answer."),
+        losses: counter("kv_pool_losses", "Outages after which the data was lost."),
         uptime_ms: gauge("kv_uptime", "Time since the start of the server.")
             .in_unit(Unit::Milliseconds),
     }
@@ -88,7 +94,7 @@ pub fn declared() -> impl Iterator<Item = &'static Metric> {
 
 /// The values of all metrics of a server.
 pub fn samples<K: Keyspace>(server: &Arc<Server>, store: &K) -> Samples {
-    let usage = store.usage();
+    let (usage, outages) = (store.usage(), store.outages());
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let now_ms = now.unwrap_or_default().as_millis() as u64;
     let report = Report {
@@ -118,6 +124,9 @@ pub fn samples<K: Keyspace>(server: &Arc<Server>, store: &K) -> Samples {
         cache_limit: usage.cache.limit,
         cache_hits: usage.cache.hits,
         cache_misses: usage.cache.misses,
+        silent: outages.is_out.into(),
+        outages: outages.count,
+        losses: outages.losses,
         uptime_ms: now_ms.saturating_sub(server.since_ms),
     };
     let mut samples = Samples::default();

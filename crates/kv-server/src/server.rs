@@ -254,6 +254,10 @@ impl Server {
         self.is_loading.load(Ordering::Acquire)
     }
 
+    pub(crate) fn loading(&self) {
+        self.is_loading.store(true, Ordering::Release);
+    }
+
     pub(crate) fn loaded(&self) {
         self.is_loading.store(false, Ordering::Release);
     }

@@ -1,9 +1,10 @@
 //! State that the tasks of one thread share: clock, timers, buffers, counters.
 
 use std::cell::{Cell, RefCell};
-use std::future::poll_fn;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
 use std::sync::Arc;
-use std::task::Poll;
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::net::timer::Timers;
@@ -28,6 +29,15 @@ pub struct Worker {
     buffers: RefCell<Vec<Vec<u8>>>,
     /// Tasks that wait for a socket, a timer or another connection, and not for the store.
     resting: Cell<usize>,
+    limits: RefCell<Vec<Option<Limit>>>,
+    free_limits: RefCell<Vec<usize>>,
+}
+
+/// The time limit of a task that waits for the store.
+struct Limit {
+    due_ns: u64,
+    is_over: bool,
+    waker: Waker,
 }
 
 impl Worker {
@@ -41,6 +51,8 @@ impl Worker {
             now_ns: Cell::new(0),
             buffers: RefCell::default(),
             resting: Cell::new(0),
+            limits: RefCell::default(),
+            free_limits: RefCell::default(),
         };
         worker.tick();
         worker
@@ -91,6 +103,40 @@ impl Worker {
         .await;
     }
 
+    /// Runs `work` to its end. Drops `work` and returns `None` if it waits for `limit` and nothing
+    /// wakes it meanwhile: each answer of the store is a wake-up. The limit is exact to
+    /// the interval of [`Worker::end_late`].
+    pub(crate) async fn within<T>(
+        &self,
+        limit: Duration,
+        work: impl Future<Output = T>,
+    ) -> Option<T> {
+        let mut work = pin!(work);
+        let mut place = LimitPlace { worker: self, index: None };
+        poll_fn(|cx| {
+            if let Poll::Ready(result) = work.as_mut().poll(cx) {
+                return Poll::Ready(Some(result));
+            }
+            let due_ns = self.now_ns().saturating_add(limit.as_nanos() as u64);
+            if place.renew(due_ns, cx) { Poll::Pending } else { Poll::Ready(None) }
+        })
+        .await
+    }
+
+    /// Ends the work of [`Worker::within`] whose limit is over. The event loop calls this function
+    /// ten times a second.
+    pub(crate) fn end_late(&self) {
+        let now_ns = self.now_ns();
+        let mut late = Vec::new();
+        for limit in self.limits.borrow_mut().iter_mut().flatten() {
+            if limit.due_ns <= now_ns && !limit.is_over {
+                limit.is_over = true;
+                late.push(limit.waker.clone());
+            }
+        }
+        late.into_iter().for_each(Waker::wake);
+    }
+
     /// Lets the other tasks of the thread run.
     pub async fn yield_now(&self) {
         let mut is_first = true;
@@ -127,6 +173,47 @@ impl Worker {
         if is_kept && buffers.len() < BUFFERS_MAX {
             buffer.clear();
             buffers.push(buffer);
+        }
+    }
+}
+
+/// The place of a time limit among those of its thread.
+struct LimitPlace<'a> {
+    worker: &'a Worker,
+    index: Option<usize>,
+}
+
+impl LimitPlace<'_> {
+    /// Begins the time again. Returns false if the limit is over.
+    fn renew(&mut self, due_ns: u64, cx: &Context<'_>) -> bool {
+        let mut limits = self.worker.limits.borrow_mut();
+        let index = *self.index.get_or_insert_with(|| {
+            self.worker.free_limits.borrow_mut().pop().unwrap_or_else(|| {
+                limits.push(None);
+                limits.len() - 1
+            })
+        });
+        match &mut limits[index] {
+            Some(limit) => {
+                limit.due_ns = due_ns;
+                if !limit.waker.will_wake(cx.waker()) {
+                    limit.waker = cx.waker().clone();
+                }
+                !limit.is_over
+            }
+            none => {
+                *none = Some(Limit { due_ns, is_over: false, waker: cx.waker().clone() });
+                true
+            }
+        }
+    }
+}
+
+impl Drop for LimitPlace<'_> {
+    fn drop(&mut self) {
+        if let Some(index) = self.index {
+            self.worker.limits.borrow_mut()[index] = None;
+            self.worker.free_limits.borrow_mut().push(index);
         }
     }
 }

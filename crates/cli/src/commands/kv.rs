@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context;
 use kv_server::config::{Config, Ignored};
-use kv_server::data::Data;
+use kv_server::data::{Data, Reopened};
 use kv_server::{Running, Setup};
 use pool::{EmbeddedNode, Options, Pool, schemes};
 use serde::Serialize;
@@ -90,6 +91,17 @@ pub struct Kv {
     #[arg(long, value_name = "POOL", conflicts_with_all = ["memory", "chunk"])]
     pool: Vec<PoolAddress>,
 
+    /// Seconds without an answer of a memory node after which commands fail, 1 to 3600. The server
+    /// goes on with its data when the memory node answers again [default: 5]
+    #[arg(long, value_name = "SECONDS")]
+    pool_timeout: Option<u64>,
+
+    /// What happens when a memory node has ended, and the data with it: reopen begins again as a
+    /// restart would, with the file or empty, once a memory node serves there again; exit ends the
+    /// server with an error [default: reopen]
+    #[arg(long, value_name = "reopen|exit")]
+    pool_lost: Option<String>,
+
     #[command(flatten)]
     token: TokenFile,
 
@@ -165,7 +177,7 @@ impl Kv {
         fit_clients(&setup.config)?;
         // Block the signals before threads start, so that no thread receives one.
         let signals = Signals::to_stop().context("wait for signals")?;
-        let pools = self.open_pools(threads)?;
+        let pools = self.open_pools(threads, setup.config.number("pool-timeout"))?;
         let groups = pools.first().map_or(1, Pool::groups).clamp(1, GROUPS_MAX);
         let settings = kv::Settings {
             mirror: !self.no_index_cache,
@@ -173,7 +185,10 @@ impl Kv {
             stripe_bits: groups.ilog2() as u8,
             ..kv::Settings::default()
         };
-        let data = Arc::new(Data::create_over(pools, heap::Settings::default(), settings)?);
+        let heap = heap::Settings::default();
+        let data = Data::create_over(pools, heap, settings.clone())?;
+        let (scheme, chunk_bytes) = (data.pool().scheme().to_string(), data.pool().chunk_bytes());
+        let data = Arc::new(Reopened::new(data, heap, settings));
         let survival = self.survival(&setup.config);
         let running = setup.start(data.clone())?;
         let (server, store) = (running.server().clone(), data.clone());
@@ -183,8 +198,8 @@ impl Kv {
             event: "ready",
             addresses: running.addresses(),
             pool: self.pool_name(),
-            scheme: data.pool().scheme().to_string(),
-            chunk_bytes: data.pool().chunk_bytes(),
+            scheme,
+            chunk_bytes,
             threads,
             survival,
             metrics: metrics.as_ref().map(|page| page.url()),
@@ -225,6 +240,8 @@ impl Kv {
             ("tls-port", self.tls_port.clone()),
             ("maxmemory", self.maxmemory.clone()),
             ("maxmemory-policy", self.maxmemory_policy.clone()),
+            ("pool-timeout", self.pool_timeout.map(|seconds| seconds.to_string())),
+            ("pool-lost", self.pool_lost.clone()),
             ("dir", self.dir.clone()),
             ("cache", self.cache.map(|size| size.0.to_string())),
             ("rdb-skip-unknown", self.rdb_skip_unknown.then(|| "yes".to_owned())),
@@ -253,10 +270,17 @@ impl Kv {
         Ok(Setup { config, ignored, file })
     }
 
-    fn open_pools(&self, threads: u16) -> anyhow::Result<Vec<Pool>> {
+    fn open_pools(&self, threads: u16, timeout_s: u64) -> anyhow::Result<Vec<Pool>> {
         let groups = Some(threads.next_power_of_two().min(GROUPS_MAX));
         let domain = self.domain.token()?;
-        let options = Options { groups, send_blocks: SEND_BLOCKS, domain, ..Options::default() };
+        let options = Options {
+            groups,
+            send_blocks: SEND_BLOCKS,
+            answer_timeout: Duration::from_secs(timeout_s),
+            defers_repair: true,
+            domain,
+            ..Options::default()
+        };
         if !self.pool.is_empty() {
             let connect = |pool: &PoolAddress| {
                 let pool = pool.clone().with_token(self.token.token_file.as_deref(), "kv")?;

@@ -7,6 +7,7 @@ pub(crate) mod check;
 pub(crate) mod table;
 
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
 
 use parking_lot::RwLock;
 use redis_formats::conf::Directive;
@@ -48,6 +49,7 @@ pub struct Live {
     client_memory: AtomicU64,
     max_clients: AtomicUsize,
     timeout_s: AtomicU64,
+    pool_timeout_s: AtomicU64,
     keepalive_s: AtomicU32,
     bulk_max: AtomicUsize,
     query_max: AtomicUsize,
@@ -80,6 +82,11 @@ impl Live {
 
     pub(crate) fn max_clients(&self) -> usize {
         self.max_clients.load(Ordering::Relaxed)
+    }
+
+    /// `pool-timeout`.
+    pub(crate) fn pool_timeout(&self) -> Duration {
+        Duration::from_secs(self.pool_timeout_s.load(Ordering::Relaxed))
     }
 
     pub(crate) fn timeout_s(&self) -> u64 {
@@ -146,6 +153,7 @@ impl Live {
         self.client_memory.store(bytes, Ordering::Relaxed);
         self.max_clients.store(size("maxclients"), Ordering::Relaxed);
         self.timeout_s.store(number("timeout"), Ordering::Relaxed);
+        self.pool_timeout_s.store(number("pool-timeout"), Ordering::Relaxed);
         self.keepalive_s.store(size("tcp-keepalive") as u32, Ordering::Relaxed);
         self.bulk_max.store(size("proto-max-bulk-len"), Ordering::Relaxed);
         self.query_max.store(size("client-query-buffer-limit"), Ordering::Relaxed);

@@ -136,6 +136,10 @@ pub(crate) static PARAMETERS: &[Parameter] = &[
     row("maxmemory", BYTES, "0", Live),
     // Of this server, not of Redis: memory of the process for values.
     row("cache", BYTES, "0", Live),
+    // Of this server too: seconds without an answer of the memory node until commands fail, and
+    // what follows the loss of the memory node.
+    row("pool-timeout", Number(1, 3600), "5", Live),
+    row("pool-lost", Word(&["reopen", "exit"]), "reopen", Live),
     row("maxmemory-policy", Word(POLICIES), "noeviction", Live),
     row("maxmemory-samples", Number(1, INT), "5", Live),
     row("maxmemory-eviction-tenacity", Number(0, 100), "10", Unused),

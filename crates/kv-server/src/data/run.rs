@@ -1,6 +1,7 @@
 //! Runs commands whose keys are among their arguments.
 
 use kv::blocks::{Blocks, NoBlock};
+use kv::reach::Stopped;
 use kv::{Expiry, Transaction, Update, Wanted};
 use redis_formats::command::Id;
 use redis_formats::command::bits::flag::WRITE;
@@ -58,7 +59,7 @@ pub(super) fn room<N: Nic>(cx: &Context<'_, Data<N>>, id: Id) -> u64 {
         Id::Append | Id::Setrange | Id::Setbit | Id::Bitfield | Id::Bitop => {
             let evicts = !cx.server().config.is("maxmemory-policy", "noeviction");
             let live = if evicts { 0 } else { cx.store.store.blocks().usage().live };
-            cx.store.capacity.saturating_sub(live)
+            cx.store.capacity().saturating_sub(live)
         }
         _ => u64::MAX,
     }
@@ -125,6 +126,10 @@ async fn run<N: Nic>(cx: &mut Context<'_, Data<N>>, call: &Call<'_>, plan: Plan)
 pub(super) fn text_of(error: &kv::Error) -> String {
     match error {
         kv::Error::NoBlock(NoBlock::Full) => FULL.to_owned(),
+        // Nothing was done: the store had an operation without an answer before.
+        kv::Error::Interrupted => format!("MASTERDOWN {error}"),
+        kv::Error::NoBlock(NoBlock::Lost(_)) => format!("MASTERDOWN {error}"),
+        kv::Error::Stopped(Stopped::Lost(_)) => format!("UNCERTAIN {error}"),
         error => format!("ERR {error}"),
     }
 }

@@ -100,6 +100,33 @@ impl Default for State {
     }
 }
 
+impl State {
+    /// The state of a store that is opened again with all its data. A save that ran has failed.
+    pub fn carried(old: &Self) -> Self {
+        let state = Self::default();
+        let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
+        for (own, before) in state.databases.iter().zip(&old.databases) {
+            own.store(before.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        state.swaps.store(load(&old.swaps), Ordering::Relaxed);
+        // A write without an answer counts too.
+        state.changes.store(load(&old.changes) + 1, Ordering::Relaxed);
+        let (saves, before) = (&state.saves, &old.saves);
+        let pairs = [
+            (&saves.last_s, &before.last_s),
+            (&saves.tried_s, &before.tried_s),
+            (&saves.seconds, &before.seconds),
+            (&saves.count, &before.count),
+            (&saves.loaded, &before.loaded),
+            (&saves.loaded_expired, &before.loaded_expired),
+        ];
+        pairs.iter().for_each(|(own, before)| own.store(load(before), Ordering::Relaxed));
+        let has_failed = before.is_running() || before.has_failed.load(Ordering::Relaxed);
+        saves.has_failed.store(has_failed, Ordering::Relaxed);
+        state
+    }
+}
+
 /// A flag that one task sets until the value is dropped.
 pub(super) struct Alone<'a>(&'a AtomicBool);
 

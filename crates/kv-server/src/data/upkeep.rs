@@ -17,6 +17,8 @@ use crate::worker::Worker;
 
 /// Interval of the work.
 const INTERVAL: Duration = Duration::from_millis(100);
+/// Interval in which a server without commands finds out whether the memory node answers.
+const LOOK: Duration = Duration::from_secs(1);
 /// Expired keys that are deleted before other tasks run.
 const SWEEP: usize = 256;
 /// Sweeps of one interval.
@@ -207,11 +209,17 @@ impl<N: Nic> Data<N> {
 
     /// Works until the server ends. Each thread calls this function; the first one does the work.
     pub(crate) async fn maintain(&self, worker: &Worker) {
-        let mut compaction_ns = 0;
-        while !worker.server.is_ending() {
+        let (mut compaction_ns, mut look_ns) = (0, 0);
+        while !worker.server.is_ending() && !self.has_failed() {
             self.pause(worker).await;
             if worker.index != 0 || worker.server.is_loading() {
                 continue;
+            }
+            if worker.elapsed_ns() >= look_ns {
+                look_ns = worker.elapsed_ns() + LOOK.as_nanos() as u64;
+                if let Err(error) = self.store.check_owner().await {
+                    tracing::warn!(%error, "looking at the store failed");
+                }
             }
             if let Err(error) = self.work(worker, &mut compaction_ns).await {
                 tracing::warn!(%error, "work in the background failed");
@@ -314,14 +322,22 @@ impl<N: Nic> Data<N> {
         .await;
     }
 
+    /// True if the data is to be saved before the end.
+    pub(super) fn saves_at_end(&self, worker: &Worker, save: Option<bool>) -> bool {
+        let is_wanted = save.unwrap_or_else(|| !points(&worker.server).is_empty());
+        is_wanted && !worker.server.is_loading()
+    }
+
     /// Saves before the end if `save` is true, or else if the configuration has save points.
     pub(crate) async fn finish(&self, worker: &Worker, save: Option<bool>) -> Result<(), String> {
-        let is_wanted = save.unwrap_or_else(|| !points(&worker.server).is_empty());
-        if !is_wanted || worker.server.is_loading() {
+        if !self.saves_at_end(worker, save) {
             return Ok(());
         }
         while self.state.saves.is_running() {
             worker.wait(Duration::from_millis(10)).await;
+            if self.has_failed() {
+                return Err("saving: a memory node does not answer".to_owned());
+            }
         }
         let _alone = self.state.barrier.close().await;
         match self.begin_save(worker.now_ms()) {

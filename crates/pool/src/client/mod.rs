@@ -241,9 +241,9 @@ impl<N: Nic> Pool<N> {
         }
     }
 
-    /// Re-establishes all QPs after the memory node did not answer for a while. Operations in flight
-    /// end as flushed, and none of them takes effect any more. Grants stay valid. Blocks for at most
-    /// a few times [`Options::answer_timeout`].
+    /// Re-establishes all QPs after the memory node did not answer for a while. Operations in
+    /// flight end as flushed, and none of them takes effect any more. Grants stay valid. Blocks
+    /// for at most a few times [`Options::answer_timeout`].
     ///
     /// # Errors
     /// [`Error::Gone`] if the connection has ended, or the memory node still does not answer.
@@ -256,8 +256,8 @@ impl<N: Nic> Pool<N> {
         self.inner.options.defers_repair
     }
 
-    /// True if the memory node has not ended the connection, as far as this compute node knows. Then
-    /// the chunks of the pool are as they were.
+    /// True if the memory node has not ended the connection, as far as this compute node knows.
+    /// Then the chunks of the pool are as they were.
     pub fn is_connected(&self) -> bool {
         self.inner.control.check_alive().is_ok()
     }
