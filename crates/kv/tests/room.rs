@@ -3,7 +3,8 @@
 mod common;
 
 use common::{BEGIN, COLUMNS, World, block_on, settings, store};
-use kv::{Candidates, Eviction, Expiry, Form, Measure, SetOptions, Settings};
+use kv::blocks::Blocks;
+use kv::{Candidates, Eviction, Expiry, Form, Measure, SetOptions, Settings, Wanted};
 
 fn name(i: u32) -> Vec<u8> {
     format!("key-{i}").into_bytes()
@@ -91,6 +92,24 @@ fn expired_keys_are_never_seen_and_are_swept() {
 }
 
 #[test]
+fn change_of_an_expiry_is_seen_by_a_watch() {
+    for (column, form, mirror) in COLUMNS {
+        let (_world, store) = store(form, mirror, 2);
+        for key in [b"key", b"two"] {
+            block_on(store.set(0, key, b"value", SetOptions::default())).expect("a write");
+        }
+        for at in [BEGIN + 100, BEGIN + 200, 0, 1] {
+            let watch = |key| store.watch(0, key).expect("a watch");
+            let [key, other] = [watch(b"key"), watch(b"two")];
+            assert_eq!(block_on(store.expire(0, b"key", at, |_| false)), Ok(false), "{column}");
+            assert!(!key.is_changed(), "{column}: unchanged");
+            assert_eq!(block_on(store.expire(0, b"key", at, |_| true)), Ok(true), "{column}");
+            assert!(key.is_changed() && !other.is_changed(), "{column}: {at}");
+        }
+    }
+}
+
+#[test]
 fn compaction_gives_chunks_back() {
     for (column, form, mirror) in COLUMNS {
         let (world, store) = store(form, mirror, 21);
@@ -117,7 +136,7 @@ fn compaction_gives_chunks_back() {
         block_on(store.flush_all()).expect("a flush");
         let empty = store.stats();
         assert_eq!((empty.index_bytes, empty.tables, empty.keys), (0, 0, [0; 16]));
-        assert_eq!(world.arena.used().len(), 3);
+        assert_eq!(world.arena.used().len(), 4);
     }
 }
 
@@ -136,6 +155,38 @@ fn full_pool_is_an_error_and_the_store_goes_on() {
     assert!(block_on(store.evict(Candidates::All, Eviction::Random)).expect("an eviction"));
     block_on(store.set(0, b"another", &[1; 900], SetOptions::default())).expect("a write");
     assert_eq!(store.len(0), u64::from(written));
+}
+
+#[test]
+fn full_pool_deletes_any_number_of_keys() {
+    for (column, form, mirror) in COLUMNS {
+        let world = World::new(4096, 24, false, 1);
+        let store = world.create(settings(form, mirror, 21));
+        let mut written = 0;
+        while block_on(store.set(0, &name(written), &[1; 100], SetOptions::default())).is_ok() {
+            written += 1;
+        }
+        assert!(written > 110, "{column}: {written}");
+        for bytes in [4096, 1024, 256, 64, 32] {
+            while block_on(world.arena.allocate(0, bytes)).is_ok() {}
+        }
+        // A reserved record of 1 KiB names 42 keys.
+        for keys in [0..2, 2..44, 44..110] {
+            let names: Vec<_> = keys.clone().map(name).collect();
+            let wanted: Vec<_> =
+                names.iter().map(|key| Wanted { db: 0, key, is_read: false }).collect();
+            let deleted = block_on(store.atomically(&wanted, |transaction| {
+                (0..wanted.len()).filter(|key| transaction.delete(*key)).count()
+            }));
+            assert_eq!(deleted, Ok(keys.len()), "{column}");
+            assert_eq!(store.len(0), u64::from(written - keys.end), "{column}");
+            for i in 0..written {
+                let is_there = block_on(store.exists(0, &name(i))).expect("a read");
+                assert_eq!(is_there, i >= keys.end, "{column}: key {i}");
+            }
+        }
+        assert_eq!(world.arena.wrong_frees(), 0);
+    }
 }
 
 #[test]

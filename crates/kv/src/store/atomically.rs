@@ -7,8 +7,12 @@
 //! no slot was changed. A crash in 2 leaves a whole record, which the successor carries out. The
 //! keys' tickets are held until the word is cleared. Otherwise a successor could carry out the
 //! record again after a later change.
+//!
+//! In a full pool the record goes to a block that is reserved in each stripe, so that deletions
+//! always work. Deletions of more keys than this block names are done in groups: a crash between
+//! two groups leaves the first ones done.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::access::Steps;
 use super::change::Expiry;
@@ -19,7 +23,7 @@ use super::owned::Owned;
 use super::trips::{Operation, Trip};
 use super::value::Fresh;
 use super::{Form, Key, Store};
-use crate::blocks::Blocks;
+use crate::blocks::{Blocks, NoBlock};
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::gate::Gate;
@@ -37,14 +41,21 @@ pub(super) struct Journal {
     pub words: Vec<Place>,
     /// Closed by the call that uses the stripe's word.
     stripes: Vec<Gate>,
+    /// A block in each stripe, for the record of a call that finds the pool full. Empty if a
+    /// successor found the pool full; the next call that finds room fills the cell.
+    reserved: Vec<OnceLock<Place>>,
 }
 
 impl Journal {
     pub fn new(words: Vec<Place>) -> Self {
         let stripes = words.iter().map(|_| Gate::default()).collect();
-        Self { words, stripes }
+        let reserved = words.iter().map(|_| OnceLock::new()).collect();
+        Self { words, stripes, reserved }
     }
 }
+
+/// Greatest length of a reserved record in bytes: 682 changes.
+const RESERVED_BYTES: u32 = 16 << 10;
 
 /// A key of [`Store::atomically`].
 #[derive(Clone, Copy, Debug)]
@@ -337,12 +348,80 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     ) -> Result<(), Error> {
         let stripe = ready[0].table.stripe;
         let _stripe = self.journal.stripes[stripe as usize].close().await;
-        let word = self.journal.words[stripe as usize].at(0);
-        let change =
-            |one: &Ready<'_, B>| Change { slot: one.at, old: one.before(), new: one.after() };
-        let changes: Vec<_> = ready.iter().map(change).collect();
+        self.reserve_record(stripe).await?;
+        let changes = changes_of(ready);
         let mut owned = self.owned();
-        let (records, first) = self.records(&mut owned, stripe, &changes).await?;
+        let (records, first) = match self.records(&mut owned, stripe, &changes).await {
+            Err(Error::NoBlock(NoBlock::Full)) => {
+                drop(owned);
+                return self.commit_by_reserve(trip, stripe, ready).await;
+            }
+            records => records?,
+        };
+        self.commit_recorded(trip, ready, stripe, (&records, first), &mut owned).await
+    }
+
+    /// Reserves blocks for records of all stripes, as far as the pool has room.
+    pub(super) async fn reserve_records(&self) -> Result<(), Error> {
+        for stripe in 0..self.journal.words.len() {
+            self.reserve_record(stripe as u32).await?;
+        }
+        Ok(())
+    }
+
+    async fn reserve_record(&self, stripe: u32) -> Result<(), Error> {
+        let reserved = &self.journal.reserved[stripe as usize];
+        if reserved.get().is_some() {
+            return Ok(());
+        }
+        let mut owned = self.owned();
+        match owned.allocate(stripe, self.reserved_bytes()).await {
+            Ok(place) if reserved.set(place).is_ok() => owned.keep(),
+            Ok(_) | Err(NoBlock::Full) => {}
+            Err(error) => return Err(error.into()),
+        }
+        Ok(())
+    }
+
+    fn reserved_bytes(&self) -> u32 {
+        RESERVED_BYTES.min(self.slab / 4)
+    }
+
+    /// Commits changes in a full pool, with records in the reserved block of `stripe`.
+    async fn commit_by_reserve(
+        &self,
+        trip: &Trip<'_>,
+        stripe: u32,
+        ready: &mut [Ready<'_, B>],
+    ) -> Result<(), Error> {
+        let full = Err(Error::NoBlock(NoBlock::Full));
+        let Some(place) = self.journal.reserved[stripe as usize].get() else { return full };
+        let most = (self.reserved_bytes() as usize - HEAD_BYTES) / CHANGE_BYTES;
+        if ready.len() > most && ready.iter().any(|one| one.fresh.is_some()) {
+            return full;
+        }
+        for group in ready.chunks_mut(most) {
+            let changes = changes_of(group);
+            let mut bytes = vec![0; journal::bytes_of(changes.len())];
+            journal::encode(*place, &changes, 0, &mut bytes);
+            let first = journal::record_word(*place, bytes.len() as u32);
+            let records = [(*place, bytes)];
+            self.commit_recorded(trip, group, stripe, (&records, first), &mut self.owned()).await?;
+        }
+        Ok(())
+    }
+
+    /// Commits changes whose records are `records`. The gate of `stripe` is closed.
+    async fn commit_recorded(
+        &self,
+        trip: &Trip<'_>,
+        ready: &mut [Ready<'_, B>],
+        stripe: u32,
+        (records, first): (&[(Place, Vec<u8>)], u64),
+        owned: &mut Owned<'_, B>,
+    ) -> Result<(), Error> {
+        let changes = changes_of(ready);
+        let word = self.journal.words[stripe as usize].at(0);
 
         // The loss of a memory node with values must not stop a round trip that has the record.
         let is_apart = |(at, _): &(Address, &[u8])| at.node != word.node;
@@ -458,6 +537,11 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             }
         }
     }
+}
+
+fn changes_of<B: Blocks>(ready: &[Ready<'_, B>]) -> Vec<Change> {
+    let change = |one: &Ready<'_, B>| Change { slot: one.at, old: one.before(), new: one.after() };
+    ready.iter().map(change).collect()
 }
 
 fn reserve(

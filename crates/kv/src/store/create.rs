@@ -65,6 +65,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         drop(owned);
         store.write_root(&root, &places).await?;
         store.journal = Journal::new(places);
+        store.reserve_records().await?;
         Ok(store)
     }
 

@@ -74,6 +74,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             }
         }
         store.blocks.adopt(&used)?;
+        store.reserve_records().await?;
         Ok(store)
     }
 
