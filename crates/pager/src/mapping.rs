@@ -14,6 +14,7 @@ use std::ops::Range;
 use crate::descriptor;
 pub use crate::errno::Errno;
 use crate::errno::{MOVED, NEEDS_PROMOTION};
+use crate::extent::EXTENTS_MAX;
 use crate::page_table::PageId;
 use crate::pager::Pager;
 use crate::region::{Piece, RangeSet, Space};
@@ -54,9 +55,16 @@ pub struct MapRequest {
 pub(crate) const MAP_FIXED_NOREPLACE: i32 = 0x10_0000;
 const UNPAGEABLE_FLAGS: i32 =
     libc::MAP_SHARED | libc::MAP_STACK | libc::MAP_GROWSDOWN | libc::MAP_HUGETLB | libc::MAP_LOCKED;
-/// Address hints below this address are followed: programs want addresses that fit in few bits
-/// there (a JVM's compressed pointers). Other hints are only a preference of the program.
+/// Address hints below this address are always followed: programs want addresses that fit in few
+/// bits there (a JVM's compressed pointers).
 const LOW_HINT: usize = 64 << 30;
+/// Mappings of this size follow every hint: programs reserve address space at addresses that they
+/// need (a JVM's coloured pointers).
+const LARGE_BYTES: usize = 32 << 20;
+/// Smaller mappings follow hints above [`LOW_HINT`] while there are fewer extents. V8 gives each
+/// 256 KiB of its heap a random hint, and would use up the extents. Beyond, its memory is mapped in
+/// the region, where it is paged.
+const HINTED_EXTENTS_MAX: usize = EXTENTS_MAX / 4;
 
 impl MapRequest {
     /// Returns true if the pager serves such a mapping: private, anonymous, not executable.
@@ -75,11 +83,6 @@ impl MapRequest {
     /// Returns true if the program determines the address.
     pub fn is_fixed(&self) -> bool {
         self.flags & (libc::MAP_FIXED | MAP_FIXED_NOREPLACE) != 0
-    }
-
-    /// Returns true if the program needs a low address, although it does not determine the address.
-    fn wants_low_address(&self) -> bool {
-        self.flags & libc::MAP_32BIT != 0 || (1..LOW_HINT).contains(&self.address)
     }
 
     pub(crate) fn to_kernel(self) -> Result<usize, Errno> {
@@ -137,17 +140,39 @@ impl Pager {
         if request.is_fixed() {
             return self.map_fixed(request);
         }
-        if request.wants_low_address() {
-            let mapped = self.map_outside(request)?;
-            if request.flags & libc::MAP_32BIT != 0 || mapped == request.address {
-                return Ok(mapped);
-            }
-            self.unmap(mapped, request.len)?;
+        if request.flags & libc::MAP_32BIT != 0 {
+            return self.map_outside(request);
+        }
+        if let Some(mapped) = self.map_at_hint(request)? {
+            return Ok(mapped);
         }
         match self.map_near(request.address, request.len, request.prot) {
             // Larger than the free part of the region (MariaDB reserves 8 TiB).
             Err(libc::ENOMEM) => self.map_outside(request),
             mapped => mapped,
+        }
+    }
+
+    /// Maps outside of the region at the address that the program prefers. Returns `None` if the
+    /// address is not free, or the hint is not followed.
+    fn map_at_hint(&self, request: MapRequest) -> Result<Option<usize>, Errno> {
+        // The kernel rounds a hint up.
+        let Some(hint) = request.address.checked_next_multiple_of(PAGE_BYTES) else {
+            return Ok(None);
+        };
+        let follows = hint < LOW_HINT
+            || request.len >= LARGE_BYTES
+            || self.region.extents().len() < HINTED_EXTENTS_MAX;
+        if hint == 0 || !follows || self.region.overlaps(hint, request.len) {
+            return Ok(None);
+        }
+        let flags = request.flags | MAP_FIXED_NOREPLACE;
+        match self.map_outside(MapRequest { address: hint, flags, ..request }) {
+            Ok(mapped) if mapped == hint => Ok(Some(mapped)),
+            // A kernel before Linux 4.17, which does not know the flag.
+            Ok(elsewhere) => self.unmap(elsewhere, request.len).map(|()| None),
+            Err(error @ (MOVED | NEEDS_PROMOTION)) => Err(error),
+            Err(_) => Ok(None),
         }
     }
 

@@ -8,6 +8,9 @@ use crate::pages::Hand;
 use crate::region::Piece;
 use crate::sys::{PAGE_BYTES, SignalsBlocked};
 
+/// Linux 5.7; not in all versions of the `libc` crate for all C libraries.
+const MREMAP_DONTUNMAP: i32 = 4;
+
 impl Pager {
     /// Resizes or moves a mapping that begins in paged memory.
     ///
@@ -24,7 +27,16 @@ impl Pager {
         if !address.is_multiple_of(PAGE_BYTES) || new_len == 0 || old_len == 0 {
             return Err(libc::EINVAL);
         }
+        let (fixed, keeps) = (flags & libc::MREMAP_FIXED != 0, flags & MREMAP_DONTUNMAP != 0);
+        let known = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | MREMAP_DONTUNMAP;
+        let moves = flags & libc::MREMAP_MAYMOVE != 0;
+        if flags & !known != 0 || (fixed || keeps) && !moves {
+            return Err(libc::EINVAL);
+        }
         let (old, new) = (pages_of(old_len)?, pages_of(new_len)?);
+        if keeps && old != new {
+            return Err(libc::EINVAL);
+        }
         if new > self.region.numbers() / 2 {
             return Err(libc::ENOMEM);
         }
@@ -43,8 +55,14 @@ impl Pager {
             // does not own.
             return Err(libc::EINVAL);
         }
-        let fixed = flags & libc::MREMAP_FIXED != 0;
-        if !fixed && new <= old {
+        if fixed || keeps {
+            let end = new_address.checked_add(new_bytes).ok_or(libc::EINVAL)?;
+            let meets = new_address < address + old_bytes && address < end;
+            if meets || !new_address.is_multiple_of(PAGE_BYTES) {
+                return Err(libc::EINVAL);
+            }
+        }
+        if !fixed && !keeps && new <= old {
             if new < old && in_region {
                 self.unmap_pages(&mut space, range.start + new..range.end)?;
             } else if new < old {
@@ -63,12 +81,12 @@ impl Pager {
             libc::PROT_READ | libc::PROT_WRITE
         };
         let more = range.end..range.end.saturating_add(new.saturating_sub(old));
-        if !fixed && in_region && space.free.contains_all(more.clone()) {
+        if !fixed && !keeps && in_region && space.free.contains_all(more.clone()) {
             self.set_protection(more.clone(), prot)?;
             space.free.remove(more);
             return Ok(address);
         }
-        if flags & libc::MREMAP_MAYMOVE == 0 {
+        if !moves {
             return Err(libc::ENOMEM);
         }
         let request = |address, flags| MapRequest {
@@ -80,10 +98,6 @@ impl Pager {
             offset: 0,
         };
         let target = if fixed {
-            let meets = new_address < address + old_bytes && address < new_address + new_bytes;
-            if meets || !new_address.is_multiple_of(PAGE_BYTES) {
-                return Err(libc::EINVAL);
-            }
             match self.region.clip(new_address, new_bytes) {
                 Some(target) if target.len() as u32 == new => {
                     self.reclaim_foreign(&mut space, target.clone())?;
@@ -97,12 +111,16 @@ impl Pager {
                     None
                 }
             }
+        } else if keeps && new_address != 0 && !self.region.overlaps(new_address, new_bytes) {
+            // The address is a hint, which only the kernel can tell to be free.
+            None
         } else if let Some(target) = space.free.find_last(new) {
             self.set_protection(target.clone(), prot)?;
             Some(target)
         } else {
             None
         };
+        let new_hint = if keeps { new_address } else { 0 };
         let target = match target {
             Some(target) => {
                 space.free.remove(target.clone());
@@ -111,7 +129,7 @@ impl Pager {
             None => {
                 let at = match fixed {
                     true => new_address,
-                    false => self.map_outside_in(&mut space, request(0, 0))?,
+                    false => self.map_outside_in(&mut space, request(new_hint, 0))?,
                 };
                 match &self.region.pieces(at, new_bytes)[..] {
                     [Piece::Paged(target)] => target.clone(),
@@ -128,8 +146,7 @@ impl Pager {
             let (from, to) = (PageId(range.start + page), PageId(target.start + page));
             self.pages.move_page(&mut hand, from, to);
         }
-        const MREMAP_DONTUNMAP: i32 = 4;
-        if flags & MREMAP_DONTUNMAP != 0 {
+        if keeps {
             self.drop_pages(range);
         } else if in_region {
             self.unmap_pages(&mut space, range)?;

@@ -64,6 +64,17 @@ int main(void) {
     CHECK((size_t)low < (size_t)1 << 31);
     unsigned char *hint = map((size_t)8 << 30, SIZE, 0);
     CHECK(hint == (void *)((size_t)8 << 30));
+    /* Every free hint is followed; a hint of which a part is in use is not. */
+    for (int shift = 33; shift < 46; shift++) {
+        size_t at = ((size_t)1 << shift) + SIZE;
+        unsigned char *mapped = map(at, SIZE, 0);
+        CHECK(mapped == (void *)at);
+        mapped[0] = mapped[SIZE - 1] = shift;
+        CHECK(mapped[0] == shift && mapped[SIZE / 2] == 0 && mapped[SIZE - 1] == shift);
+        unsigned char *other = map(at + SIZE / 2, SIZE, 0);
+        CHECK(other != MAP_FAILED && (other + SIZE <= mapped || mapped + SIZE <= other));
+        CHECK(!munmap(mapped, SIZE) && !munmap(other, SIZE));
+    }
     unsigned char *all[] = {in_bss, fixed, noreplace, low, hint};
     for (int i = 0; i < 5; i++) fill(all[i], 10 + i);
     for (int i = 0; i < 5; i++) CHECK(holds(all[i], 0, PAGES, 10 + i));

@@ -109,6 +109,30 @@ int main(void) {
     unsigned char *target = map(SIZE);
     CHECK(mremap(m, SIZE, SIZE, MREMAP_MAYMOVE | MREMAP_FIXED, target) == target);
     for (size_t i = 0; i < PAGES; i++) CHECK(holds(target, i, 4));
+    /* Moved without unmapping: the old range stays and reads as zeros. */
+    enum { DONTUNMAP = 4 };
+    int may = MREMAP_MAYMOVE | DONTUNMAP;
+    unsigned char *copy = mremap(target, SIZE, SIZE, may, (void *)0);
+    CHECK(copy != MAP_FAILED && copy != target);
+    for (size_t i = 0; i < PAGES; i += 32) CHECK(holds(copy, i, 4) && target[i * PAGE] == 0);
+    for (size_t i = 0; i < PAGES; i += 32) *(unsigned *)(target + i * PAGE) = i * 3 + 7;
+    for (size_t i = 0; i < PAGES; i += 32) CHECK(holds(copy, i, 4) && holds(target, i, 7));
+    CHECK(mremap(target, SIZE, SIZE, may | MREMAP_FIXED, copy) == copy);
+    for (size_t i = 0; i < PAGES; i += 32) CHECK(holds(copy, i, 7) && target[i * PAGE] == 0);
+    unsigned char *far = (void *)0x240000000000;
+    CHECK(mremap(copy, SIZE, SIZE, may, far) == far);
+    CHECK(mremap(far, SIZE, SIZE, may | MREMAP_FIXED, far + 2 * SIZE) == far + 2 * SIZE);
+    for (size_t i = 0; i < PAGES; i += 32)
+        CHECK(copy[i * PAGE] == 0 && far[i * PAGE] == 0 && holds(far + 2 * SIZE, i, 7));
+    CHECK(!munmap(copy, SIZE) && !munmap(far, SIZE));
+    CHECK(!munmap(far + 2 * SIZE, SIZE));
+    *(unsigned *)(target + 9 * PAGE) = 9 * 3 + 4;
+    CHECK(mremap(target, SIZE, SIZE, DONTUNMAP, (void *)0) == MAP_FAILED && errno == EINVAL);
+    CHECK(mremap(target, SIZE, SIZE / 2, may, (void *)0) == MAP_FAILED && errno == EINVAL);
+    CHECK(mremap(target, SIZE, 2 * SIZE, may, (void *)0) == MAP_FAILED && errno == EINVAL);
+    CHECK(mremap(target, SIZE, SIZE, may, target + PAGE) == MAP_FAILED && errno == EINVAL);
+    CHECK(mremap(target, SIZE, SIZE, MREMAP_FIXED, far) == MAP_FAILED && errno == EINVAL);
+    CHECK(mremap(target, SIZE, SIZE, 64) == MAP_FAILED && errno == EINVAL && holds(target, 9, 4));
     /* Large blocks of the allocator grow and are freed. */
     char *block = malloc(1 << 20);
     memset(block, 9, 1 << 20);
