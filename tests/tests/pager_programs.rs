@@ -261,6 +261,12 @@ mod allocators {
         Site::new(NodeKind::Private, name, LOCAL, "1GiB")
     }
 
+    #[test]
+    fn heap_information_has_the_bytes_in_use() {
+        let source = include_str!("pager_programs/heapinfo.c");
+        check(&site("heapinfo"), 500, source, &["-pthread"], &[]);
+    }
+
     /// Compiles a shared object into the site's directory; returns its path.
     fn object(site: &Site, name: &str, source: &str, macros: &str) -> String {
         let options = ["-shared", "-fPIC", "-fno-plt", macros];

@@ -5,6 +5,9 @@
 static __thread int depth __attribute__((tls_model("initial-exec")));
 /* Nonzero while the thread is in a function to which this library has passed a call on. */
 static __thread int passing __attribute__((tls_model("initial-exec")));
+/* Number of the thread's slot for the bytes of its blocks, from 1 on. */
+static __thread int slot __attribute__((tls_model("initial-exec")));
 
 int *granary_depth(void) { return &depth; }
 int *granary_passing(void) { return &passing; }
+int *granary_slot(void) { return &slot; }

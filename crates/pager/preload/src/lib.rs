@@ -16,6 +16,7 @@ mod direct;
 mod early;
 mod forks;
 mod heap;
+mod heapinfo;
 mod jemalloc;
 mod malloc;
 mod mapping;

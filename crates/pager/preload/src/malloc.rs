@@ -16,8 +16,8 @@ use pager::sys::PAGE_BYTES;
 
 use crate::direct::Next;
 use crate::early::{self, set_errno};
-use crate::heap;
 use crate::reentrancy::{ReentrancyGuard, is_reentrant};
+use crate::{heap, heapinfo};
 
 /// Alignment of every block.
 pub const ALIGN: usize = 16;
@@ -81,7 +81,7 @@ pub fn allocate(size: usize) -> *mut c_void {
         let _guard = ReentrancyGuard::new();
         collect_freed(size);
         // SAFETY: no precondition.
-        return or_no_memory(unsafe { mi::mi_malloc(size) });
+        return or_no_memory(heapinfo::allocated(unsafe { mi::mi_malloc(size) }));
     }
     or_no_memory(unpaged(size, ALIGN))
 }
@@ -92,7 +92,7 @@ pub fn allocate_zeros(count: usize, size: usize) -> *mut c_void {
         let _guard = ReentrancyGuard::new();
         collect_freed(count.saturating_mul(size));
         // SAFETY: no precondition.
-        return or_no_memory(unsafe { mi::mi_calloc(count, size) });
+        return or_no_memory(heapinfo::allocated(unsafe { mi::mi_calloc(count, size) }));
     }
     let Some(bytes) = count.checked_mul(size) else { return or_no_memory(null_mut()) };
     let block = unpaged(bytes, ALIGN);
@@ -111,7 +111,7 @@ fn aligned(align: usize, size: usize) -> *mut c_void {
         let _guard = ReentrancyGuard::new();
         collect_freed(size);
         // SAFETY: the alignment is a power of two.
-        return unsafe { mi::mi_malloc_aligned(size, align) };
+        return heapinfo::allocated(unsafe { mi::mi_malloc_aligned(size, align) });
     }
     unpaged(size, align)
 }
@@ -139,7 +139,10 @@ pub unsafe fn release(block: *mut c_void) {
     } else if in_arena(block) {
         let _guard = ReentrancyGuard::new();
         // SAFETY: the program's block, in the arena.
-        unsafe { mi::mi_free(block) };
+        unsafe {
+            heapinfo::freed(block);
+            mi::mi_free(block);
+        }
     } else {
         static NEXT: Next = Next::new(c"free");
         // SAFETY: the next definition has this type; the block is the program's and of another
@@ -171,8 +174,13 @@ pub unsafe fn resize(block: *mut c_void, size: usize) -> *mut c_void {
     if in_arena(block) {
         let _guard = ReentrancyGuard::new();
         collect_freed(size);
-        // SAFETY: the program's block, in the arena.
-        return or_no_memory(unsafe { mi::mi_realloc(block, size) });
+        // SAFETY: the program's block, in the arena. A block that cannot be resized stays.
+        unsafe {
+            heapinfo::freed(block);
+            let new = mi::mi_realloc(block, size);
+            heapinfo::allocated(if new.is_null() { block } else { new });
+            return or_no_memory(new);
+        }
     }
     if !heap::contains(block as usize) {
         static NEXT: Next = Next::new(c"realloc");
