@@ -89,14 +89,16 @@ pub fn paged_with(config: &pager::Config, program: &str, arguments: &[&str]) -> 
     static COUNT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
     let count = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     let directory = Scratch::new(&format!("run-{count}"));
+    let memory = pager::run_memory::OwnedRunMemory::create("granary-run-test").expect("memory");
     let mut config = config.clone();
     config.run_directory = Some(directory.0.clone());
+    config.run_memory = Some(memory.path());
     config.read_choices(|name| std::env::var(name).ok()).expect("known choices");
     let mut command = Command::new(program);
     command.args(arguments).envs(config.to_environment()).env("LD_PRELOAD", library());
     apply_privilege_setting(&mut command);
     let mut outcome = run(&mut command);
-    outcome.summary = Summary::read(&directory.0).expect("the counters are readable");
+    outcome.summary = Summary::read(memory.memory());
     outcome
 }
 

@@ -4,10 +4,11 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use pager::run_memory::RunMemory;
 use pager::stats::{Counter, Summary};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -118,8 +119,8 @@ impl Site {
     pub fn wait_for_counters(&self, running: &Running, is_true: impl Fn(&Summary) -> bool) {
         let holds = || {
             let children = children(running);
-            let directory = children.iter().find_map(|&child| counters_of(child))?;
-            Some(is_true(&Summary::read(&directory).ok()?))
+            let counters = children.iter().find_map(|&child| counters_of(child))?;
+            Some(is_true(&Summary::read(counters)))
         };
         while holds() != Some(true) {
             let ended = running.ends_within(Duration::from_millis(2));
@@ -179,12 +180,12 @@ fn argument(pid: i32, number: usize) -> String {
     command.split('\0').nth(number).unwrap_or_default().into()
 }
 
-/// The directory of a paged process's counters; `None` until the process is paged.
-fn counters_of(pid: i32) -> Option<PathBuf> {
+/// The memory with a paged process's counters; `None` until the process is paged.
+fn counters_of(pid: i32) -> Option<RunMemory> {
     let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
     let mut entries = environment.split(|&byte| byte == 0);
-    let directory = entries.find_map(|entry| entry.strip_prefix(b"GRANARY_RUN_DIR="))?;
-    Some(OsStr::from_bytes(directory).into())
+    let path = entries.find_map(|entry| entry.strip_prefix(b"GRANARY_RUN_MEMORY="))?;
+    RunMemory::open(Path::new(OsStr::from_bytes(path))).ok()
 }
 
 impl Paged {

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use granary_tests::needs;
 use granary_tests::node::granary;
 use granary_tests::pager::{Running, Scratch, plain};
 use granary_tests::run::{NodeKind, Paged, Site};
@@ -272,4 +273,57 @@ fn unusable_bounds_are_refused_with_the_reason() {
     refused(&["local", "4194305", "8MiB"], "granary status lists runs");
     refused(&["local", "4194305", "1MiB"], "at least 4 MiB");
     refused(&["local", "4194305", "900TiB"], "the machine's memory");
+}
+
+/// A program as the user nobody, who has no right to the files of root.
+fn as_nobody(command: &str) -> Command {
+    let mut nobody = Command::new("setpriv");
+    nobody.args(["--reuid=65534", "--regid=65534", "--clear-groups", "sh", "-c", command]);
+    nobody
+}
+
+#[test]
+fn other_users_cannot_touch_a_run() {
+    if !rustix::process::geteuid().is_root() {
+        return needs::skip("only root can act as another user");
+    }
+    let site = Site::new(NodeKind::Private, "bound-hostile", 8 * MIB, "64MiB");
+    let wait = site.scratch.0.join("go");
+    let script = format!("while [ ! -e {} ]; do sleep 0.05; done", wait.display());
+    let running = Running::start(&mut site.command("sh", &["-c", &script]));
+    wait_for(&running, "counted", |run| number(run, "processes") == 1);
+    let directory = listed(&running)["directory"].as_str().expect("a path").to_owned();
+    for attack in ["mkfifo stats.77777", "ln -s /dev/zero stats.7", "truncate -s 0 pages.ledger"] {
+        let done = as_nobody(&format!("cd {directory} && {attack}")).output().expect("setpriv");
+        assert!(!done.status.success(), "{attack}");
+    }
+    let memory = format!("ls /proc/{}/fd", running.pid());
+    assert!(!as_nobody(&memory).output().expect("setpriv").status.success());
+    // A directory that has the name of a run, with the files of former versions.
+    let mut sleeper = Command::new("sleep").arg("60").spawn().expect("sleep");
+    let fake = std::env::temp_dir().join(format!("granary-run-{}-0", sleeper.id()));
+    let make = format!("mkdir {0} && cd {0} && mkfifo pages.ledger stats.1", fake.display());
+    assert!(as_nobody(&make).status().expect("setpriv").success());
+    let id = sleeper.id();
+    assert!(listed(&running)["pid"] == running.pid(), "the run is listed beside the fake one");
+    assert!(!command(&["status", "--json"]).contains(&format!("\"pid\":{id},")));
+    let changed = Command::new(granary()).args(["local", &id.to_string(), "64MiB"]).output();
+    assert!(!changed.expect("granary starts").status.success());
+    sleeper.kill().expect("sleep runs");
+    sleeper.wait().expect("sleep ends");
+    fs::remove_dir_all(&fake).expect("root may remove it");
+    fs::write(&wait, "").expect("the scratch directory");
+    assert!(site.finish(running).outcome.code == 0);
+}
+
+#[test]
+fn processes_with_changed_users_stay_counted() {
+    if !rustix::process::geteuid().is_root() {
+        return needs::skip("only root can act as another user");
+    }
+    let site = Site::new(NodeKind::Private, "bound-changed", 16 * MIB, "64MiB");
+    let script = "setpriv --reuid=65534 --regid=65534 --clear-groups sh -c 'sh -c true; true'";
+    let paged = site.run("sh", &["-c", &format!("{script}; true")]);
+    assert_eq!(paged.outcome.code, 0, "{}", paged.outcome.stderr);
+    assert_eq!(paged.count("processes"), 3, "{}", paged.outcome.stderr);
 }

@@ -184,6 +184,8 @@ pub fn set_total(ledger: &Ledger, bytes: u64) {
 
 #[cfg(test)]
 mod tests {
+    use pager::run_memory::OwnedRunMemory;
+
     use super::*;
 
     #[test]
@@ -200,7 +202,8 @@ mod tests {
     fn a_step_writes_the_total_that_the_pressure_demands() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("pressure");
-        let ledger = Ledger::create(directory.path(), 25_600).unwrap();
+        let memory = OwnedRunMemory::create("granary-run-test").unwrap();
+        let ledger = Ledger::create(memory.memory(), 25_600);
         let follow =
             Follow { source: Source::new(Some(file.clone())), range: (64 << 20, 100 << 20) };
         follow.step(&ledger, 1.0);

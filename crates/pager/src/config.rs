@@ -7,7 +7,8 @@
 //! | `GRANARY_POOL` | backing memory: memory node addresses ([`pool::Address`]) or a store ([`crate::store`]) |
 //! | `GRANARY_ASSIST` | `process`: an assist moves the page lists of prefetch and write-back ([`crate::assist`]); absent: none |
 //! | `GRANARY_DIRECT` | `1`: the memory node is private and passes on its chunk memory (`direct_transport`) |
-//! | `GRANARY_RUN_DIR` | directory of ledger and counters; absent: counters are private |
+//! | `GRANARY_RUN_DIR` | directory of the assist's socket |
+//! | `GRANARY_RUN_MEMORY` | descriptor of ledger and counters; absent: counters are private |
 //! | `GRANARY_REGION` | bytes of address space to reserve (default 1 TiB) |
 //! | `GRANARY_TRACE` | path of a fault trace, to which `.PID` is added; absent: none ([`crate::trace`]) |
 //! | `GRANARY_OVERFLOW_DIR` | directory of the overflow file (default `$TMPDIR`, then /var/tmp) |
@@ -47,6 +48,7 @@ const HIDE: &str = "GRANARY_HIDE";
 const PAGES: &str = "GRANARY_PAGES";
 const PATHS: &str = "GRANARY_PATHS";
 const POLICY: &str = "GRANARY_POLICY";
+const RUN_MEMORY: &str = "GRANARY_RUN_MEMORY";
 const SEAL: &str = "GRANARY_SEAL";
 const TIER: &str = "GRANARY_TIER";
 const TRIM: &str = "GRANARY_TRIM";
@@ -190,7 +192,7 @@ impl std::str::FromStr for Hide {
 pub struct Config {
     /// Bytes that may be resident, frames and shelf included.
     pub local_bytes: u64,
-    /// All processes of the run share the bound, by the ledger in the run's directory.
+    /// All processes of the run share the bound, by the ledger in the run's memory.
     pub shares_bound: bool,
     /// Backing memory, in the form of `GRANARY_POOL`.
     pub pool: String,
@@ -198,8 +200,10 @@ pub struct Config {
     pub is_direct: bool,
     /// An assist that listens in the run's directory moves page lists.
     pub has_assist: bool,
-    /// Directory of the ledger and of the counters' files.
+    /// Directory of the assist's socket.
     pub run_directory: Option<PathBuf>,
+    /// Descriptor of the memory with the ledger and the counters ([`crate::run_memory`]).
+    pub run_memory: Option<PathBuf>,
     /// Path of the fault trace, without `.PID`. A traced process reads no page ahead.
     pub trace: Option<PathBuf>,
     /// Bytes of address space to reserve.
@@ -237,6 +241,7 @@ impl Config {
             is_direct: false,
             has_assist: false,
             run_directory: None,
+            run_memory: None,
             trace: None,
             region_bytes: 1 << 40,
             overflow_directory: default_overflow_directory(),
@@ -273,6 +278,7 @@ impl Config {
         config.is_direct = get(DIRECT).as_deref() == Some("1");
         config.has_assist = get(ASSIST).as_deref() == Some("process");
         config.run_directory = get("GRANARY_RUN_DIR").map(PathBuf::from);
+        config.run_memory = get(RUN_MEMORY).map(PathBuf::from);
         config.fault_times = get(FAULT_TIMES).map(PathBuf::from);
         config.trace = get("GRANARY_TRACE").map(PathBuf::from);
         if let Some(region) = get("GRANARY_REGION") {
@@ -352,6 +358,9 @@ impl Config {
         if let Some(directory) = &self.run_directory {
             variables.push(("GRANARY_RUN_DIR", directory.clone().into()));
         }
+        if let Some(memory) = &self.run_memory {
+            variables.push((RUN_MEMORY, memory.clone().into()));
+        }
         if let Some(file) = &self.fault_times {
             variables.push((FAULT_TIMES, file.clone().into()));
         }
@@ -423,6 +432,7 @@ mod tests {
         config.has_assist = true;
         config.shares_bound = true;
         config.run_directory = Some("/run/x".into());
+        config.run_memory = Some("/proc/1/fd/1000".into());
         config.trace = Some("/traces/x".into());
         config.overflow_directory = "/somewhere".into();
         config.allow_unpaged = true;

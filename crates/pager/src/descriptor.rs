@@ -13,6 +13,8 @@ use std::sync::atomic::{AtomicI32, Ordering};
 
 const MAX_DESCRIPTORS: usize = 64;
 static OURS: [AtomicI32; MAX_DESCRIPTORS] = [const { AtomicI32::new(-1) }; MAX_DESCRIPTORS];
+/// Descriptor of the run's memory, which programs inherit; -1 without one.
+static INHERITED: AtomicI32 = AtomicI32::new(-1);
 /// Process id of the program, whose descriptor table the program's threads use; 0 before it is
 /// known.
 static PROGRAM: AtomicI32 = AtomicI32::new(0);
@@ -43,15 +45,25 @@ pub fn has_own_table() -> bool {
     OWN_TABLE.get()
 }
 
-/// Duplicates `fd` to a high number, close-on-exec, and registers the duplicate as the pager's. The
-/// caller closes `fd`.
-pub fn move_high(fd: RawFd) -> io::Result<OwnedFd> {
+/// Returns the lowest number of the pager's descriptors.
+pub(crate) fn lowest() -> i32 {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` is valid for the write.
     unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) };
-    let lowest = (limit.rlim_cur as i64 - 24).clamp(3, 1000) as i32;
+    (limit.rlim_cur as i64 - 24).clamp(3, 1000) as i32
+}
+
+/// Hides a descriptor from the program that this process has inherited, and that the programs of
+/// its children inherit.
+pub(crate) fn note_inherited(fd: RawFd) {
+    INHERITED.store(fd, Ordering::Release);
+}
+
+/// Duplicates `fd` to a high number, close-on-exec, and registers the duplicate as the pager's. The
+/// caller closes `fd`.
+pub fn move_high(fd: RawFd) -> io::Result<OwnedFd> {
     // SAFETY: a plain system call; this function owns the returned descriptor.
-    let moved = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, lowest) };
+    let moved = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, lowest()) };
     if moved < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -97,14 +109,15 @@ pub fn close_all_but(keep: &[RawFd]) {
 
 /// Returns true if `fd` is one of the pager's descriptors.
 pub fn is_ours(fd: RawFd) -> bool {
-    fd >= 0 && OURS.iter().any(|ours| ours.load(Ordering::Acquire) == fd)
+    let is = |ours: &AtomicI32| ours.load(Ordering::Acquire) == fd;
+    fd >= 0 && (is(&INHERITED) || OURS.iter().any(is))
 }
 
 /// Calls `visit` with each maximal part of `[first, last]` that contains no descriptor of the
 /// pager.
 pub fn between_ours(first: u32, last: u32, mut visit: impl FnMut(u32, u32)) {
-    let mut ours = [-1i32; MAX_DESCRIPTORS];
-    for (copy, fd) in ours.iter_mut().zip(&OURS) {
+    let mut ours = [-1i32; MAX_DESCRIPTORS + 1];
+    for (copy, fd) in ours.iter_mut().zip(OURS.iter().chain([&INHERITED])) {
         *copy = fd.load(Ordering::Acquire);
     }
     ours.sort_unstable();

@@ -1,10 +1,10 @@
 //! The part of the run's bound that this process has leased from the [`Ledger`].
 
 use std::io;
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use crate::ledger::{GUARANTEED_UNITS, Ledger, Lost, Owner, UNIT_PAGES, View, surplus};
+use crate::run_memory::RunMemory;
 use crate::sys;
 
 /// Time without a fault or without need after which a process gives units back, in nanoseconds.
@@ -41,9 +41,9 @@ impl Lease {
     /// guaranteed units of all processes exceed the total, the units are beyond the total.
     ///
     /// # Errors
-    /// The directory has no ledger of this version, or the run has too many processes.
-    pub fn open(directory: &Path) -> io::Result<Self> {
-        Self::start(Ledger::open(directory)?, Owner::current())
+    /// The run has no ledger of this version, or has too many processes.
+    pub fn open(memory: RunMemory) -> io::Result<Self> {
+        Self::start(Ledger::open(memory)?, Owner::current())
     }
 
     /// Leases the guaranteed units of this process, a promoted child, from its parent's ledger.

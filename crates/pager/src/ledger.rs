@@ -1,7 +1,7 @@
 //! The ledger of a run: how many pages each process of the run may have.
 //!
-//! The processes of a run share one bound. It lies in a file of the run's directory, which all of
-//! them map. A process *leases* pages in units of [`UNIT_PAGES`], by compare-and-swap.
+//! The processes of a run share one bound. It lies in the memory of the run
+//! ([`crate::run_memory`]), which all of them map. A process *leases* pages in units of [`UNIT_PAGES`], by compare-and-swap.
 //!
 //! ```text
 //!  u64[0]  magic and version
@@ -25,18 +25,13 @@
 //! before it is checked. A process keeps the number of its units itself. With a total that fails
 //! its check, or exceeds the machine's memory, no process leases more.
 
-use std::fs::OpenOptions;
 use std::io;
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::point;
+use crate::run_memory::RunMemory;
 use crate::sys::{self, PAGE_BYTES};
 
-/// Name of the ledger's file in the directory of a run.
-pub const FILE_NAME: &str = "pages.ledger";
 /// Pages of a unit: 1 MiB.
 pub const UNIT_PAGES: u32 = 256;
 /// Units that each process has, whatever the other processes have: 4 MiB.
@@ -50,7 +45,7 @@ const GIVEN: usize = 2;
 const PEAK: usize = 3;
 const USED: usize = 4;
 const HEADER: usize = 8;
-const WORDS: usize = HEADER + 3 * SLOTS;
+pub(crate) const WORDS: usize = HEADER + 3 * SLOTS;
 
 const PID_BITS: u32 = 22;
 const START_BITS: u32 = 20;
@@ -78,6 +73,17 @@ impl Owner {
         let pid = std::process::id();
         let start = Stat::read(pid).map_or(0, |stat| stat.start);
         Self::new(pid, start)
+    }
+
+    /// Encodes the process as a number that is not 0.
+    pub(crate) fn word(self) -> u64 {
+        u64::from(self.pid) << START_BITS | u64::from(self.start)
+    }
+
+    /// Decodes [`Owner::word`]. `None` if no process has the id.
+    pub(crate) fn from_word(word: u64) -> Option<Self> {
+        let (pid, start) = ((word >> START_BITS) as u32, word as u32 & ((1 << START_BITS) - 1));
+        (pid != 0 && pid < 1 << PID_BITS).then_some(Self { pid, start })
     }
 
     /// Returns the process id.
@@ -143,7 +149,7 @@ impl Held {
     }
 
     fn encode(self) -> u64 {
-        let owner = u64::from(self.owner.pid) << START_BITS | u64::from(self.owner.start);
+        let owner = self.owner.word();
         let changing = if self.is_changing { CHANGING } else { 0 };
         owner << (UNIT_BITS + 1) | changing | u64::from(self.units.min(UNITS_MAX))
     }
@@ -217,39 +223,23 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Creates the ledger of a run in the run's directory.
-    ///
-    /// # Errors
-    /// Errors of creating the file.
-    pub fn create(directory: &Path, total_pages: u32) -> io::Result<Self> {
-        let path = directory.join(FILE_NAME);
-        let file =
-            OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)?;
-        // SAFETY: reads the process's credentials.
-        if unsafe { libc::geteuid() } == 0 {
-            // Programs of root may change their user, and then start others.
-            use std::os::unix::fs::PermissionsExt;
-            file.set_permissions(std::fs::Permissions::from_mode(0o666))?;
-        }
-        file.set_len((WORDS * 8) as u64)?;
-        let ledger = Self { words: map(&file)? };
+    /// Creates the ledger of a run in the run's memory.
+    pub fn create(memory: RunMemory, total_pages: u32) -> Self {
+        let ledger = Self { words: memory.ledger() };
         ledger.set_total(total_pages);
         ledger.words[0].store(MAGIC, Ordering::Release);
-        Ok(ledger)
+        ledger
     }
 
-    /// Maps the ledger of a run.
+    /// Returns the ledger of a run.
     ///
     /// # Errors
-    /// The directory has no ledger, or one of another version.
-    pub fn open(directory: &Path) -> io::Result<Self> {
-        let file = OpenOptions::new().read(true).write(true).open(directory.join(FILE_NAME))?;
-        if file.metadata()?.len() != (WORDS * 8) as u64 {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "its length is wrong"));
-        }
-        let ledger = Self { words: map(&file)? };
+    /// The processes of the run do not share a bound, or are of another version.
+    pub fn open(memory: RunMemory) -> io::Result<Self> {
+        let ledger = Self { words: memory.ledger() };
         match ledger.words[0].load(Ordering::Acquire) {
             MAGIC => Ok(ledger),
+            0 => Err(io::Error::new(io::ErrorKind::NotFound, "its processes share no bound")),
             _ => Err(io::Error::new(io::ErrorKind::InvalidData, "it is of another version")),
         }
     }
@@ -513,15 +503,6 @@ impl Ledger {
 
 fn swap(word: &AtomicU64, before: u64, after: u64) -> bool {
     word.compare_exchange(before, after, Ordering::AcqRel, Ordering::Acquire).is_ok()
-}
-
-fn map(file: &std::fs::File) -> io::Result<&'static [AtomicU64]> {
-    let prot = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: no MAP_FIXED, so no existing mapping is touched.
-    let base = unsafe { sys::mmap(0, WORDS * 8, prot, libc::MAP_SHARED, file.as_raw_fd(), 0)? };
-    // SAFETY: the mapping has the length of the file, is never unmapped, and is accessed by atomics
-    // only.
-    Ok(unsafe { std::slice::from_raw_parts(base as *const AtomicU64, WORDS) })
 }
 
 /// Returns the pages of the machine's memory.

@@ -69,6 +69,8 @@ mod priority;
 pub mod region;
 mod remap;
 pub mod run;
+mod run_directory;
+pub mod run_memory;
 pub mod runs;
 pub mod shelf;
 #[cfg(test)]

@@ -34,6 +34,7 @@ use crate::pages::{Pages, Sizes};
 use crate::policy::Name;
 use crate::pool_transport;
 use crate::region::{RangeSet, Region, Space};
+use crate::run_memory::RunMemory;
 use crate::slots::{self, Sealing};
 use crate::stats::{Counter, Stats};
 use crate::store::FileTransport;
@@ -42,7 +43,7 @@ use crate::trace_recorder::Recorder;
 use crate::transport::Transport;
 use crate::uffd::{Features, Uffd};
 use crate::unpaged::UnpagedMonitor;
-use crate::{Error, descriptor, direct_transport, ledger};
+use crate::{Error, descriptor, direct_transport};
 
 /// The pager of the program that this process runs.
 static CURRENT: AtomicPtr<Pager> = AtomicPtr::new(std::ptr::null_mut());
@@ -86,16 +87,19 @@ fn connection(config: &Config, nodes: usize) -> pool::Options {
 
 /// Opens the run's ledger if the processes of the run share its bound.
 fn open_lease(config: &Config) -> Result<Option<Lease>, Error> {
-    let Some(directory) = config.run_directory.as_ref().filter(|_| config.shares_bound) else {
+    let Some(path) = config.run_memory.as_ref().filter(|_| config.shares_bound) else {
         return Ok(None);
     };
-    Lease::open(directory).map(Some).map_err(|source| Error::System {
-        what: format!(
-            "share the bound of the run (--local) by {}; with --local-each the process needs no \
-             such file",
-            directory.join(ledger::FILE_NAME).display()
-        ),
-        source,
+    RunMemory::of_this_process(path).and_then(Lease::open).map(Some).map_err(|source| {
+        Error::System {
+            what: format!(
+                "share the bound of the run (--local): the program's parent has closed the \
+                 inherited descriptor, and {} cannot be opened; with --local-each the process \
+                 needs no such descriptor",
+                path.display()
+            ),
+            source,
+        }
     })
 }
 
@@ -281,19 +285,10 @@ impl Pager {
         let reserved = frames.frames - sizes.window_frames() + memory.slack_pages();
         let sizes = Sizes { limit: sizes.limit.min(region.pages()), ..sizes };
         let blocked = FileSizeSignalBlocked::new();
-        let stats = match &config.run_directory {
-            Some(directory) => {
-                // A forked child that has changed its user may be unable to create the file; its
-                // counters are private then.
-                Stats::shared(directory)
-                    .or_else(
-                        |error| if inheritance.is_some() { Stats::private() } else { Err(error) },
-                    )
-                    .map_err(|error| match blocked.was_raised() {
-                        true => Error::FileSizeLimit { limit_bytes: sys::file_size_limit() },
-                        false => system("create the counters' file")(error),
-                    })?
-            }
+        // Without the run's memory, or with too many processes, the counters are private.
+        let shared = config.run_memory.as_deref().map(RunMemory::of_this_process);
+        let stats = match shared.and_then(|shared| Stats::shared(shared.ok()?)) {
+            Some(stats) => stats,
             None => Stats::private().map_err(system("map the counters"))?,
         };
         let trace = match &config.trace {

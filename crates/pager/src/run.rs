@@ -16,7 +16,7 @@ use crate::Error;
 use crate::awake::AwakeThread;
 use crate::config::Config;
 use crate::executable::{Kind, kind_of};
-use crate::ledger::{self, Ledger};
+pub use crate::run_directory::RunDirectory;
 use crate::stats::Summary;
 use crate::sys;
 use crate::trace_recorder;
@@ -52,7 +52,7 @@ impl Ended {
 pub fn run(config: &Config, program: &OsStr, arguments: &[OsString]) -> Result<Ended, Error> {
     let directory = RunDirectory::create()?;
     if config.shares_bound {
-        directory.create_ledger(config.local_bytes)?;
+        directory.create_ledger(config.local_bytes);
     }
     run_in(&directory, config, program, arguments)
 }
@@ -77,7 +77,8 @@ pub fn run_in(
     // A core that goes idle only slows faults down.
     let awake = AwakeThread::start().ok().flatten();
     let config = Config {
-        run_directory: Some(directory.0.clone()),
+        run_directory: Some(directory.path().to_owned()),
+        run_memory: Some(directory.memory_path()),
         fault_times: awake.as_ref().map(AwakeThread::path),
         ..config.clone()
     };
@@ -86,8 +87,7 @@ pub fn run_in(
     command.env("LD_PRELOAD", preload(&library, std::env::var_os("LD_PRELOAD")));
     let status = wait_passing_signals(&mut command)
         .map_err(|source| Error::System { what: format!("run {}", program.display()), source })?;
-    let summary = Summary::read(&directory.0)
-        .map_err(|source| Error::System { what: "read the counters".into(), source })?;
+    let summary = Summary::read(directory.memory());
     let traces = match &config.trace {
         Some(prefix) => trace_recorder::finish(prefix, &directory.processes())?,
         None => Vec::new(),
@@ -103,93 +103,6 @@ fn preload(library: &Path, before: Option<OsString>) -> OsString {
         value.push(before);
     }
     value
-}
-
-/// First part of the name of a run's directory; the id of the process of `granary run` follows.
-pub(crate) const DIRECTORY_PREFIX: &str = "granary-run-";
-
-/// A temporary directory for the counters of a program's processes, and for their ledger, which is
-/// removed when the value is dropped.
-#[derive(Debug)]
-pub struct RunDirectory(PathBuf);
-
-impl RunDirectory {
-    /// Returns the path, for [`Summary::read`] while the program runs.
-    pub fn path(&self) -> &Path {
-        &self.0
-    }
-
-    /// Returns the directory of the run that the process `id` of `granary run` has started. `None`
-    /// before the directory exists.
-    pub fn find(id: u32) -> Option<PathBuf> {
-        Self::find_in(&std::env::temp_dir(), id)
-    }
-
-    fn find_in(parent: &Path, id: u32) -> Option<PathBuf> {
-        let prefix = format!("{DIRECTORY_PREFIX}{id}-");
-        let attempt = |entry: &std::fs::DirEntry| {
-            entry.file_name().to_str()?.strip_prefix(&prefix)?.parse::<u32>().ok()
-        };
-        let entries = std::fs::read_dir(parent).ok()?.flatten();
-        let found = entries.filter_map(|entry| Some((attempt(&entry)?, entry.path())));
-        // A directory that an earlier process with this id has left behind has a smaller number.
-        found.max().map(|(_, path)| path)
-    }
-
-    /// Returns the ids of the processes that have counters.
-    fn processes(&self) -> Vec<u32> {
-        let names = std::fs::read_dir(&self.0).into_iter().flatten().flatten();
-        let ids = names.filter_map(|entry| {
-            entry.file_name().to_str()?.strip_prefix("stats.")?.parse::<u32>().ok()
-        });
-        let mut ids: Vec<u32> = ids.collect();
-        ids.sort_unstable();
-        ids
-    }
-
-    /// Creates the ledger by which the processes of the run share a bound.
-    ///
-    /// # Errors
-    /// The file cannot be created.
-    pub fn create_ledger(&self, local_bytes: u64) -> Result<Ledger, Error> {
-        let pages = (local_bytes / sys::PAGE_BYTES as u64).min(u64::from(u32::MAX)) as u32;
-        Ledger::create(&self.0, pages).map_err(|source| Error::System {
-            what: format!("create {} in {}", ledger::FILE_NAME, self.0.display()),
-            source,
-        })
-    }
-
-    /// Creates the directory.
-    pub fn create() -> Result<Self, Error> {
-        let parent = std::env::temp_dir();
-        let failed = |source| Error::System {
-            what: format!("make a directory in {}", parent.display()),
-            source,
-        };
-        for attempt in 0..1000 {
-            let name = format!("{DIRECTORY_PREFIX}{}-{attempt}", std::process::id());
-            let path = parent.join(name);
-            match std::fs::DirBuilder::new().create(&path) {
-                Ok(()) => {
-                    // World-writable, so that processes that change their user can still create
-                    // counters' files.
-                    let open = std::fs::Permissions::from_mode(0o1777);
-                    std::fs::set_permissions(&path, open).map_err(failed)?;
-                    return Ok(Self(path));
-                }
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(error) => return Err(failed(error)),
-            }
-        }
-        Err(failed(io::ErrorKind::AlreadyExists.into()))
-    }
-}
-
-impl Drop for RunDirectory {
-    fn drop(&mut self) {
-        // An error is ignored: a directory that is left behind only takes a little disk space.
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
 }
 
 /// Starts `command` and waits for it, forwarding signals. The program answers the signals of a
@@ -343,19 +256,6 @@ pub fn check_program(program: &OsStr) -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn newest_directory_of_a_process_is_found() {
-        let parent = std::env::temp_dir().join(format!("granary-find-{}", std::process::id()));
-        for name in ["7-9", "7-10", "77-11", "7-x"].map(|end| format!("{DIRECTORY_PREFIX}{end}")) {
-            std::fs::create_dir_all(parent.join(name)).unwrap();
-        }
-        let found = |id| RunDirectory::find_in(&parent, id);
-        assert_eq!(found(7), Some(parent.join("granary-run-7-10")));
-        assert_eq!(found(77), Some(parent.join("granary-run-77-11")));
-        assert_eq!(found(8), None);
-        std::fs::remove_dir_all(&parent).unwrap();
-    }
 
     #[test]
     fn programs_and_scripts_are_recognised() {

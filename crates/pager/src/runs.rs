@@ -1,10 +1,12 @@
 //! The runs of `granary run` on this machine, and their bounds, for other processes.
 
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use crate::ledger::{Ledger, Owner, UNIT_PAGES};
-use crate::run::DIRECTORY_PREFIX;
+use crate::run_directory::DIRECTORY_PREFIX;
+use crate::run_memory::RunMemory;
 use crate::sys::PAGE_BYTES;
 
 /// A run of `granary run`.
@@ -53,10 +55,11 @@ impl Bound {
 }
 
 impl Run {
-    /// Opens a run by its directory.
+    /// Opens a run by its directory. Only root opens runs of other users; what they wrote is not
+    /// trusted.
     ///
     /// # Errors
-    /// The directory is not that of a run, or the run has ended.
+    /// The directory is not that of a run, the run has ended, or it belongs to another user.
     pub fn open(directory: &Path) -> io::Result<Self> {
         let error = |why: &str| io::Error::new(io::ErrorKind::NotFound, why.to_owned());
         let name = directory.file_name().unwrap_or_default().to_string_lossy();
@@ -67,11 +70,20 @@ impl Run {
         // A directory that was left behind may have the id of a thread of the kernel's, which has
         // no command line.
         let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        if !directory.is_dir() || !Owner::new(pid, 0).is_alive() || line.is_empty() {
+        // Not followed: another user can make a link of this name.
+        let found = std::fs::symlink_metadata(directory).map_err(|_| error("the run has ended"))?;
+        if !found.is_dir() || !Owner::new(pid, 0).is_alive() || line.is_empty() {
             return Err(error("the run has ended"));
         }
+        // SAFETY: reads the process's credentials.
+        let own = unsafe { libc::geteuid() };
+        let process = std::fs::metadata(format!("/proc/{pid}"))?.uid();
+        if (own != 0 && found.uid() != own) || found.uid() != process {
+            return Err(error("the directory belongs to another user"));
+        }
+        let ledger = RunMemory::of_run(pid, &format!("{name} ")).and_then(Ledger::open);
         let directory = directory.to_owned();
-        Ok(Self { pid, program: program_of(&line), ledger: Ledger::open(&directory), directory })
+        Ok(Self { pid, program: program_of(&line), ledger, directory })
     }
 
     /// Returns the runs whose directories lie in the directory of temporary files, by process id.
@@ -120,7 +132,7 @@ mod tests {
         let directory = RunDirectory::create().unwrap();
         let path = directory.path().to_owned();
         assert!(Run::open(&path).unwrap().ledger.is_err(), "it has no ledger yet");
-        let ledger = directory.create_ledger(64 << 20).unwrap();
+        let ledger = directory.create_ledger(64 << 20);
         let run = Run::find(path.to_str().unwrap()).unwrap();
         assert_eq!(run.pid, std::process::id());
         let bound = Bound::of(run.ledger.as_ref().unwrap());

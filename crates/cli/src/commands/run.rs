@@ -264,14 +264,13 @@ impl Run {
             false => None,
         };
         let ledger = match config.shares_bound {
-            true => Some(directory.create_ledger(local.bytes())?),
+            true => Some(directory.create_ledger(local.bytes())),
             false => None,
         };
         let keeper = ledger.map(|ledger| BoundKeeper::start(ledger, follow));
-        let (counters, node) =
-            (directory.path().to_owned(), private.as_ref().map(NodeProcess::address));
+        let (counters, node) = (directory.memory(), private.as_ref().map(NodeProcess::address));
         let metrics = self.metrics.start(move || {
-            let mut samples = Summary::read(&counters)?.samples();
+            let mut samples = Summary::read(counters).samples();
             if let Some(node) = &node {
                 samples.extend(node::status(node)?.samples());
             }

@@ -1,8 +1,7 @@
-//! Counters of a paged process, kept in a file that outlives the process.
+//! Counters of a paged process, in the memory of its run, which outlives the process.
 //!
-//! Each process maps `$GRANARY_RUN_DIR/stats.PID` and counts there with relaxed atomics. `granary
-//! run` reads the files when the program has ended, including those of processes that were killed,
-//! and then removes the directory.
+//! Each process counts in a slot of [`crate::run_memory`] with relaxed atomics. `granary run` reads
+//! the slots when the program has ended, including those of processes that were killed.
 //!
 //! ```text
 //!  u64[0]       magic and version
@@ -15,13 +14,12 @@
 //! The time is the handler's, from the event that it read to the mapped page. The kernel's part
 //! before and after is not included (`granary bench fault` measures the whole).
 
-use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::AsRawFd;
-use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::ledger::Owner;
 use crate::memory::linux::WhyCopying;
+use crate::run_memory::RunMemory;
 use crate::stream;
 use crate::sys;
 use crate::unpaged::UnpagedUsage;
@@ -35,6 +33,8 @@ const COUNTERS: usize = 64;
 const NAME: std::ops::Range<usize> = 62..64;
 const BUCKETS: usize = 62 * 8;
 const WORDS: usize = COUNTERS + BUCKETS;
+/// Greatest value that is read from a process, so that no sum of damaged words overflows.
+const WORD_MAX: u64 = 1 << 55;
 
 /// Index of a counter. A gauge holds a current value; the other counters only increase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -166,6 +166,8 @@ pub enum Counter {
 #[derive(Debug)]
 pub struct Stats {
     words: *const AtomicU64,
+    /// The words are a mapping of this value's own.
+    is_private: bool,
 }
 
 // SAFETY: the words are atomics in a mapping that lives as long as the value.
@@ -175,6 +177,9 @@ unsafe impl Sync for Stats {}
 
 impl Drop for Stats {
     fn drop(&mut self) {
+        if !self.is_private {
+            return;
+        }
         // SAFETY: no reference to the words outlives the value.
         let _ = unsafe { sys::unmap_anonymous(self.words as usize, WORDS * 8) };
     }
@@ -184,23 +189,18 @@ impl Stats {
     /// Creates counters in private memory.
     pub fn private() -> io::Result<Self> {
         let base = sys::map_anonymous(WORDS * 8)?;
-        Ok(Self::at(base))
+        Ok(Self::at(base as *const AtomicU64, true))
     }
 
-    /// Creates counters in the file `directory/stats.PID`.
-    pub fn shared(directory: &Path) -> io::Result<Self> {
-        let path = directory.join(format!("stats.{}", std::process::id()));
-        let file =
-            OpenOptions::new().read(true).write(true).create(true).truncate(true).open(path)?;
-        file.set_len((WORDS * 8) as u64)?;
-        let prot = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: no MAP_FIXED, so no existing mapping is touched.
-        let base = unsafe { sys::mmap(0, WORDS * 8, prot, libc::MAP_SHARED, file.as_raw_fd(), 0)? };
-        Ok(Self::at(base))
+    /// Creates counters in the memory of the run. `None` if the run has too many processes.
+    pub fn shared(memory: RunMemory) -> Option<Self> {
+        let retire = |pid, slot: &[AtomicU64]| retire(memory, pid, slot);
+        let slot = memory.claim(Owner::current(), Owner::is_alive, retire)?;
+        Some(Self::at(slot.as_ptr(), false))
     }
 
-    fn at(base: usize) -> Self {
-        let stats = Self { words: base as *const AtomicU64 };
+    fn at(words: *const AtomicU64, is_private: bool) -> Self {
+        let stats = Self { words, is_private };
         stats.word(0).store(MAGIC, Ordering::Relaxed);
         stats
     }
@@ -296,6 +296,32 @@ impl Stats {
     }
 }
 
+/// Adds the counters of an ended process to those of slot 0.
+fn retire(memory: RunMemory, pid: u32, slot: &[AtomicU64]) {
+    let Some(one) = Summary::of(pid, slot) else { return };
+    let (ended, largest) = memory.ended();
+    let before = Summary::of(largest.load(Ordering::Relaxed) as u32, memory.slot(0));
+    let count = ended.load(Ordering::Relaxed);
+    let mut sum = before.unwrap_or_default();
+    sum.add(&one);
+    let unpaged = sum.unpaged.as_ref();
+    largest.store(unpaged.map_or(0, |unpaged| unpaged.process.into()), Ordering::Relaxed);
+    if unpaged.is_some_and(|unpaged| unpaged.process == pid) {
+        one.kinds().for_each(|index| sum.words[index] = one.words[index]);
+    } else {
+        let kept: Vec<_> = one
+            .kinds()
+            .map(|index| (index, memory.slot(0)[index].load(Ordering::Relaxed)))
+            .collect();
+        kept.into_iter().for_each(|(index, word)| sum.words[index] = word);
+    }
+    sum.words[0] = MAGIC;
+    for (word, value) in memory.slot(0).iter().zip(&sum.words) {
+        word.store(*value, Ordering::Relaxed);
+    }
+    ended.store(count.saturating_add(1), Ordering::Relaxed);
+}
+
 /// Returns the bucket of a value.
 fn bucket(value: u64) -> usize {
     if value < 8 {
@@ -348,8 +374,7 @@ pub struct Unpaged {
 }
 
 impl Unpaged {
-    fn of(path: &Path, words: &[u64]) -> Option<Self> {
-        let process = path.extension()?.to_str()?.parse().ok()?;
+    fn of(process: u32, words: &[u64]) -> Option<Self> {
         let name: Vec<u8> = words[NAME].iter().flat_map(|word| word.to_le_bytes()).collect();
         let name = name.split(|&byte| byte == 0).next().unwrap_or_default();
         let get = |counter: Counter| words[counter as usize];
@@ -378,30 +403,39 @@ impl Default for Summary {
 }
 
 impl Summary {
-    /// Adds up the counters' files of `directory`. Incomplete files and files of another format are
-    /// skipped.
-    pub fn read(directory: &Path) -> io::Result<Self> {
+    /// Adds up the counters of the processes of a run.
+    pub fn read(memory: RunMemory) -> Self {
         let mut sum = Self::default();
-        for entry in std::fs::read_dir(directory)? {
-            let entry = entry?;
-            if entry.file_name().to_string_lossy().starts_with("stats.")
-                && let Some(one) = Self::read_file(&entry.path())
-            {
-                sum.add(&one);
-            }
+        let (ended, largest) = memory.ended();
+        if let Some(retired) = Self::of(largest.load(Ordering::Relaxed) as u32, memory.slot(0)) {
+            let processes = ended.load(Ordering::Relaxed).min(WORD_MAX);
+            sum.add(&Self { processes, ..retired });
         }
-        Ok(sum)
+        memory
+            .processes()
+            .filter_map(|(id, slot)| Self::of(id, slot))
+            .for_each(|one| sum.add(&one));
+        sum
     }
 
-    fn read_file(path: &Path) -> Option<Self> {
-        let mut bytes = Vec::new();
-        io::Read::read_to_end(&mut File::open(path).ok()?, &mut bytes).ok()?;
-        let words: Vec<u64> = bytes
-            .chunks_exact(8)
-            .map(|word| u64::from_le_bytes(word.try_into().expect("8 bytes")))
-            .collect();
-        let ours = words.len() == WORDS && words[0] == MAGIC;
-        ours.then(|| Self { unpaged: Unpaged::of(path, &words), words, processes: 1 })
+    /// Returns the counters of a process. `None` if it has written none.
+    fn of(pid: u32, slot: &[AtomicU64]) -> Option<Self> {
+        let words: Vec<u64> =
+            slot[..WORDS].iter().map(|word| word.load(Ordering::Relaxed)).collect();
+        if words[0] != MAGIC {
+            return None;
+        }
+        let bounded = |(index, word): (usize, u64)| match NAME.contains(&index) {
+            true => word,
+            false => word.min(WORD_MAX),
+        };
+        let words: Vec<u64> = words.into_iter().enumerate().map(bounded).collect();
+        Some(Self { unpaged: Unpaged::of(pid, &words), words, processes: 1 })
+    }
+
+    /// The words that describe the process with the most unpaged memory.
+    fn kinds(&self) -> impl Iterator<Item = usize> + use<> {
+        (Counter::UnpagedMapped as usize..=Counter::UnpagedHuge as usize).chain(NAME)
     }
 
     fn add(&mut self, other: &Self) {
@@ -414,10 +448,10 @@ impl Summary {
             if index == Counter::ChunkBytes as usize {
                 *mine = (*mine).max(*theirs);
             } else if !NAME.contains(&index) {
-                *mine += theirs;
+                *mine = mine.saturating_add(*theirs).min(WORD_MAX);
             }
         }
-        self.processes += other.processes;
+        self.processes = self.processes.saturating_add(other.processes);
     }
 
     /// Returns the number of processes.
@@ -534,6 +568,8 @@ impl Summary {
 
 #[cfg(test)]
 mod tests {
+    use crate::run_memory::OwnedRunMemory;
+
     use super::*;
     use proptest::prelude::*;
 
@@ -564,10 +600,10 @@ mod tests {
     }
 
     #[test]
-    fn files_of_processes_add_up() {
-        let directory = std::env::temp_dir().join(format!("granary-stats-{}", std::process::id()));
-        std::fs::create_dir_all(&directory).unwrap();
-        let stats = Stats::shared(&directory).unwrap();
+    fn counters_of_processes_add_up() {
+        let run = OwnedRunMemory::create("granary-run-test").unwrap();
+        let memory = run.memory();
+        let stats = Stats::shared(memory).unwrap();
         stats.add(Counter::Faults, 3);
         stats.set(Counter::ChunkBytes, 1 << 20);
         stats.set(Counter::LiveBytes, 3 << 20);
@@ -579,11 +615,11 @@ mod tests {
         stats.record_unpaged(&kinds, true);
         stats.record_unpaged(&UnpagedUsage { files: 2 << 20, ..UnpagedUsage::default() }, true);
         stats.record_unpaged(&UnpagedUsage { files: 3 << 20, ..UnpagedUsage::default() }, false);
-        let own = directory.join(format!("stats.{}", std::process::id()));
-        std::fs::copy(own, directory.join("stats.1")).unwrap();
-        std::fs::write(directory.join("stats.2"), b"half").unwrap();
-        let sum = Summary::read(&directory).unwrap();
-        std::fs::remove_dir_all(&directory).unwrap();
+        // One more process, which has ended, and one that has written nothing.
+        let own = memory.processes().next().unwrap().1;
+        retire(memory, 1, own);
+        memory.claim(Owner::new(2, 0), |_| true, |_, _| ()).unwrap();
+        let sum = Summary::read(memory);
         assert_eq!((sum.processes(), sum.faults()), (2, 6));
         let mut many = Summary::default();
         (0..1000).for_each(|_| many.add(&sum));

@@ -7,7 +7,7 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use pager::run::RunDirectory;
+use pager::run_memory::RunMemory;
 use pager::stats::{Counter, Summary};
 
 /// Interval between two samples.
@@ -64,7 +64,7 @@ impl Watch {
 }
 
 /// The counters of several processes of `granary run`.
-struct Runs(Vec<(u32, Option<PathBuf>)>);
+struct Runs(Vec<(u32, Option<RunMemory>)>);
 
 impl Runs {
     fn new(ids: Vec<u32>) -> Self {
@@ -76,11 +76,9 @@ impl Runs {
         let (mut live, mut held) = (0, 0);
         for (id, found) in &mut self.0 {
             if found.is_none() {
-                *found = RunDirectory::find(*id);
+                *found = RunMemory::of_run(*id, &format!("granary-run-{id}-")).ok();
             }
-            // A directory is gone when its run has ended.
-            let counters = found.as_ref().and_then(|directory| Summary::read(directory).ok());
-            if let Some(counters) = counters {
+            if let Some(counters) = found.map(Summary::read) {
                 live += counters.get(Counter::LiveBytes);
                 held += counters.get(Counter::HeldBytes);
             }
