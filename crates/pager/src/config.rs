@@ -46,6 +46,9 @@ const DIRECT: &str = "GRANARY_DIRECT";
 const FAULT_TIMES: &str = "GRANARY_FAULT_TIMES";
 const HIDE: &str = "GRANARY_HIDE";
 const PAGES: &str = "GRANARY_PAGES";
+const PINNED: &str = "GRANARY_PINNED_S";
+/// Default of [`Config::pinned_s`].
+const PINNED_S: u32 = 10;
 const PATHS: &str = "GRANARY_PATHS";
 const POLICY: &str = "GRANARY_POLICY";
 const RUN_MEMORY: &str = "GRANARY_RUN_MEMORY";
@@ -229,6 +232,8 @@ pub struct Config {
     /// Bytes of the process's own tier, which holds pages before a memory node with scheme `tdmem`
     /// does. This memory is in addition to `local_bytes`.
     pub tier_bytes: u64,
+    /// Seconds for which pinned pages may keep the process beyond its bound.
+    pub pinned_s: u32,
 }
 
 impl Config {
@@ -254,6 +259,7 @@ impl Config {
             seal: None,
             hide: Hide::Off,
             tier_bytes: 0,
+            pinned_s: PINNED_S,
         }
     }
 
@@ -336,6 +342,13 @@ impl Config {
                 why: error.to_string(),
             })?;
         }
+        if let Some(value) = get(PINNED) {
+            self.pinned_s = value.parse().map_err(|_| Error::Setting {
+                name: PINNED,
+                value,
+                why: "expected a number of seconds".into(),
+            })?;
+        }
         Ok(())
     }
 
@@ -353,6 +366,7 @@ impl Config {
             (POLICY, self.policy.text().into()),
             (HIDE, self.hide.name().into()),
             (TIER, self.tier_bytes.to_string().into()),
+            (PINNED, self.pinned_s.to_string().into()),
             (SEAL, self.seal.map_or_else(|| "off".into(), |cipher| cipher.to_string()).into()),
         ];
         if let Some(directory) = &self.run_directory {
@@ -444,6 +458,7 @@ mod tests {
         config.seal = Some(Cipher::Aes128Gcm);
         config.hide = Hide::Reads;
         config.tier_bytes = 5 << 20;
+        config.pinned_s = 7;
         let variables = config.to_environment();
         let get = |name: &str| {
             let found = variables.iter().find(|(key, _)| *key == name);

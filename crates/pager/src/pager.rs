@@ -30,6 +30,7 @@ use crate::lease::Lease;
 use crate::memory::linux::{LinuxMemory, Way, WhyCopying};
 use crate::node_sockets::Sockets;
 use crate::page_table::PageTable;
+use crate::pages::overrun::Allowance;
 use crate::pages::{Pages, Sizes};
 use crate::policy::Name;
 use crate::pool_transport;
@@ -314,7 +315,11 @@ impl Pager {
             .with_paths(config.paths);
         pages.stats.set(Counter::ProcessesSealing, config.seal.is_some().into());
         let must_seal = pages.backing.must_seal();
-        let pages = pages.with_sealing(sealing(config, must_seal));
+        let allowance = Allowance {
+            local_bytes: config.local_bytes,
+            time_ns: u64::from(config.pinned_s) * 1_000_000_000,
+        };
+        let pages = pages.with_allowance(allowance).with_sealing(sealing(config, must_seal));
         let random = slots::kernel_random().map_err(system("get random numbers"))?;
         pages.slots().hide(config.hide, random);
         let pages = match lease {

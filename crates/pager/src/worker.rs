@@ -41,6 +41,8 @@ impl Pager {
             if self.reclaimer == Reclaimer::Worker {
                 while self.pages.work(&mut hand, BATCH_PAGES) && !self.forks.is_asked() {}
             }
+            let overrun_ms = self.pages.review_overrun(&mut hand).unwrap_or(u64::MAX);
+            let relief_ms = relief_ms.min(overrun_ms);
             self.tend_lease(&mut review, &mut hand);
             let compaction_ms = self.compact(&mut hand, &mut compactor);
             self.pages.update_gauges();

@@ -13,8 +13,9 @@
 //! | reserved | frames of single pages and write-back batches, and the slack of the memory operations |
 //! | opened windows | frames of the prefetch windows that have been used at least once |
 //!
-//! So at no time are more pages present than are leased, except those of a forking thread, and
-//! those that a promoted child has from its parent.
+//! So at no time are more pages present than are leased, except those of a forking thread, those
+//! that a promoted child has from its parent, and those beyond the limit while no page can be taken
+//! out ([`crate::pages::overrun`]).
 
 use crate::lease::Lease;
 use crate::memory::Memory;
@@ -64,7 +65,7 @@ impl<M: Memory> Pages<M> {
     pub(super) fn extend(&self, state: &mut State) {
         let Some(lease) = &self.lease else { return };
         let low = (state.limit / 4).max(self.sizes.stock + self.sizes.keep);
-        if state.owed > 0 || state.room() > low {
+        if state.owed > 0 || state.limit.saturating_sub(state.present()) > low {
             return;
         }
         let unit = lease.unit_pages();

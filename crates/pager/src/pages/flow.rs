@@ -53,6 +53,8 @@ pub struct Hand {
     /// Slots for a write-back batch.
     pub(super) slots: Vec<SlotId>,
     taken: Vec<Taken>,
+    /// Pages of `taken` that devices have pinned.
+    pinned: u32,
     /// Write-back batches that this thread waited for.
     pub waited_writes: u64,
     /// Pages that this thread took out.
@@ -70,6 +72,7 @@ impl Default for Hand {
             run: Vec::with_capacity(pages),
             slots: Vec::with_capacity(pages),
             taken: Vec::with_capacity(pages),
+            pinned: 0,
             waited_writes: 0,
             taken_out: 0,
         }
@@ -201,7 +204,7 @@ impl<M: Memory> Pages<M> {
     fn shrink(&self) {
         let excess = {
             let state = self.state();
-            state.present().saturating_sub(state.limit)
+            state.present().saturating_sub(state.allowed())
         };
         self.discard_blank(excess);
     }
@@ -239,7 +242,7 @@ impl<M: Memory> Pages<M> {
             self.post_write(hand);
             if self.wait_write(hand) {
                 hand.waited_writes += 1;
-            } else if !self.wait_flights(hand) {
+            } else if !self.wait_flights(hand) && !self.exceed_limit() {
                 self.memory.pause();
             }
         }
@@ -437,6 +440,7 @@ impl<M: Memory> Pages<M> {
     /// Moves the chosen pages to their positions and inspects them.
     fn move_chosen(&self, hand: &mut Hand) -> Option<Stop> {
         let mut at = 0;
+        hand.pinned = 0;
         while at < hand.taken.len() {
             let first = hand.taken[at];
             let follows = |&(index, taken): &(usize, &Taken)| {
@@ -455,7 +459,10 @@ impl<M: Memory> Pages<M> {
                 None => {}
                 Some(Stop::Forking) => return Some(Stop::Forking),
                 // This page stays resident. The pages behind it are taken out by the next call.
-                Some(Stop::Pinned | Stop::Changed) => at += 1,
+                Some(stop @ (Stop::Pinned | Stop::Changed)) => {
+                    hand.pinned += u32::from(stop == Stop::Pinned);
+                    at += 1;
+                }
             }
         }
         None
@@ -502,6 +509,7 @@ impl<M: Memory> Pages<M> {
                 hand.woken.push(page);
             }
         }
+        state.overrun.note(done, hand.pinned);
         self.note_present(state.present());
         drop(guard);
         hand.woken.drain(..).for_each(|page| self.memory.wake(page, 1));

@@ -16,6 +16,7 @@
 //! | [`flight`] | transfers in flight: their start and their end |
 //! | [`change`] | what the program's `munmap`, `madvise` and `mremap` do to pages |
 //! | [`bound`] | the limit of a process that shares the bound of its run |
+//! | [`overrun`] | pages beyond the limit, while no page can be taken out |
 //! | [`compact`] | compaction of chunks |
 //! | [`check`] | invariants |
 //!
@@ -75,6 +76,7 @@ pub mod check;
 pub mod compact;
 pub mod flight;
 pub mod flow;
+pub mod overrun;
 pub mod sealing;
 pub mod sizes;
 pub mod standstill;
@@ -83,6 +85,7 @@ pub mod sync;
 pub use flight::FlightIndex;
 use flight::Flights;
 pub use flow::Hand;
+use overrun::{Allowance, Overrun};
 pub use sizes::Sizes;
 use standstill::Standstill;
 pub use sync::Request;
@@ -104,6 +107,8 @@ pub struct State {
     pub limit: u32,
     /// Leased units to be given back ([`bound`]).
     pub owed: u32,
+    /// Pages beyond the limit, while no page can be taken out.
+    overrun: Overrun,
     /// Pages whose waiting threads are woken after the lock is released. Otherwise the holder of
     /// the lock would make a system call for each wake-up.
     pub late_wakes: Vec<PageId>,
@@ -123,9 +128,14 @@ impl State {
         self.resident + self.shelf.filled()
     }
 
-    /// Returns the number of pages that may still become present below the limit.
+    /// Returns the number of pages that may be present.
+    pub fn allowed(&self) -> u32 {
+        self.limit.saturating_add(self.overrun.pages)
+    }
+
+    /// Returns the number of pages that may still become present.
     pub fn room(&self) -> u32 {
-        self.limit.saturating_sub(self.present())
+        self.allowed().saturating_sub(self.present())
     }
 
     /// Returns the stamp of pages that are taken out now.
@@ -177,6 +187,7 @@ pub struct Pages<M: Memory> {
     pub sizes: Sizes,
     /// The part of the run's bound that this process has; `None` if its bound is its own.
     lease: Option<Lease>,
+    allowance: Allowance,
     /// The division of a fault's work.
     pub paths: Paths,
     fingerprints: Fingerprints,
@@ -217,6 +228,7 @@ impl<M: Memory> Pages<M> {
             resident: 0,
             limit: sizes.limit,
             owed: 0,
+            overrun: Overrun::default(),
             late_wakes: Vec::new(),
             taken_out: 0,
             stamp_pages: u64::from(sizes.limit / u32::from(RECENT_STAMPS)).max(1),
@@ -229,6 +241,7 @@ impl<M: Memory> Pages<M> {
             stats,
             sizes,
             lease: None,
+            allowance: Allowance { local_bytes: 0, time_ns: u64::MAX },
             paths: Paths::Two,
             fingerprints,
             sealing: Sealing::None,

@@ -240,7 +240,7 @@ impl World {
     fn check_step(&self) {
         let (present, limit) = {
             let state = self.pages.state();
-            (state.present(), state.limit)
+            (state.present(), state.allowed())
         };
         let lease = self.pages.lease().map(|lease| rival::may_be_present(&self.pages, lease));
         // With a lease, what is leased at this moment; beyond it only pages of a forking thread.

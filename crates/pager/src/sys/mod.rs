@@ -147,6 +147,13 @@ pub(crate) fn program_name() -> [u8; 16] {
     name
 }
 
+/// Returns the name of the program as text.
+pub(crate) fn program_name_text() -> String {
+    let name = program_name();
+    let end = name.iter().position(|&byte| byte == 0).unwrap_or(name.len());
+    String::from_utf8_lossy(&name[..end]).into_owned()
+}
+
 /// `munmap(2)`.
 ///
 /// # Safety

@@ -1,0 +1,166 @@
+//! Pages beyond the limit, while no page can be taken out.
+//!
+//! A page that the kernel has pinned stays where it is ([`crate::memory::Stop::Pinned`]): a fixed
+//! buffer of io_uring, a memory region of an RDMA NIC, memory that another process reads by
+//! `process_vm_readv`. If pinned pages fill the limit, a fault finds no room, and the pins may last
+//! until the fault is served: two processes that read each other's memory wait for each other.
+//!
+//! So the process may go beyond its limit, by as many pages as the faults need. It ends if it stays
+//! beyond the limit for longer than [`Allowance::time_ns`], or needs more than twice the bound.
+
+use crate::config::EXIT_PAGER;
+use crate::descriptor;
+use crate::memory::Memory;
+use crate::pages::{Hand, Pages, State};
+use crate::policy::Policy;
+use crate::sys::{self, PAGE_BYTES};
+
+/// Smallest number of pages that are granted together.
+const GRANT_PAGES: u32 = 64;
+/// Pages that may be granted under every bound: 256 MiB.
+const GRANTED_MAX: u32 = 1 << 16;
+/// Refusals in a row after which no resident page is expected to be movable. Fewer are enough if
+/// fewer pages are resident.
+const REFUSALS_MAX: u32 = 1 << 15;
+/// Time between two reviews of the worker.
+const REVIEW_NS: u64 = 100_000_000;
+/// Batches that a review takes out at most.
+const BATCHES: u32 = 64;
+/// Pages of a batch.
+const BATCH_PAGES: u32 = 64;
+
+const PINNED_BY: &str = "fixed buffers of io_uring, memory of an RDMA NIC, or another process that \
+                         reads or writes this memory";
+
+/// What a process may have beyond its bound.
+#[derive(Clone, Copy, Debug)]
+pub struct Allowance {
+    /// The bound, in bytes.
+    pub local_bytes: u64,
+    /// Time after which the process ends, in ns.
+    pub time_ns: u64,
+}
+
+/// Pages beyond the limit.
+#[derive(Debug, Default)]
+pub(super) struct Overrun {
+    /// Pages that may be present beyond the limit.
+    pub(super) pages: u32,
+    /// Pages that refused to be taken out since the last one was taken out.
+    refusals: u32,
+    /// Time beyond the limit. The worker counts it, so the time of a stopped process is not in it.
+    spent_ns: u64,
+    reviewed_ns: u64,
+    is_told: bool,
+}
+
+impl Overrun {
+    /// Counts an attempt to take pages out.
+    pub(super) fn note(&mut self, taken_out: u32, refused: u32) {
+        self.refusals = if taken_out > 0 { 0 } else { self.refusals.saturating_add(refused) };
+    }
+}
+
+impl State {
+    /// Returns true if each page that could make room has refused to be taken out.
+    fn is_stuck(&self) -> bool {
+        let enough = self.policy.pages().saturating_mul(2).clamp(1, REFUSALS_MAX);
+        self.overrun.refusals >= enough && self.shelf.clean() == 0 && self.shelf.dirty() == 0
+    }
+}
+
+impl<M: Memory> Pages<M> {
+    /// Sets what the process may have beyond its bound.
+    pub fn with_allowance(mut self, allowance: Allowance) -> Self {
+        self.allowance = allowance;
+        self
+    }
+
+    /// Grants pages beyond the limit if no page can be taken out. Returns true if it has. Ends the
+    /// process if it has too many.
+    pub(super) fn exceed_limit(&self) -> bool {
+        let (resident, is_first) = {
+            let mut guard = self.state();
+            let state = &mut *guard;
+            if !state.is_stuck() {
+                return false;
+            }
+            let more = GRANT_PAGES.max(state.limit / 8).max(state.overrun.pages / 2);
+            let most = state.limit.max(GRANTED_MAX);
+            if self.allowance.time_ns == 0 || state.overrun.pages.saturating_add(more) > most {
+                let excess = state.overrun.pages + more;
+                drop(guard);
+                self.end_overrun(excess);
+            }
+            state.overrun.pages += more;
+            state.overrun.refusals = 0;
+            (state.resident, !std::mem::replace(&mut state.overrun.is_told, true))
+        };
+        if is_first {
+            sys::say(&format!(
+                "process {} ({}): no page of its {} MiB of local memory can be moved to the pool, \
+                 because the kernel has pinned them ({PINNED_BY}); it goes beyond --local now, and \
+                 ends if that lasts longer than {} s (GRANARY_PINNED_S)",
+                descriptor::program(),
+                sys::program_name_text(),
+                mib(u64::from(resident) * PAGE_BYTES as u64),
+                self.allowance.time_ns / 1_000_000_000
+            ));
+        }
+        true
+    }
+
+    /// Takes pages out that are beyond the limit because of [`Pages::exceed_limit`]. Returns the
+    /// time until the next call, in ms; `None` if no more pages are present than the limit allows.
+    /// Ends the process after [`Allowance::time_ns`].
+    pub fn review_overrun(&self, hand: &mut Hand) -> Option<u64> {
+        if self.state().overrun.pages == 0 {
+            return None;
+        }
+        let _ = (0..BATCHES).all(|_| self.excess() > 0 && self.work(hand, BATCH_PAGES));
+        let now = self.memory.now_ns();
+        let mut state = self.state();
+        let excess = state.present().saturating_sub(state.limit);
+        let overrun = &mut state.overrun;
+        if excess == 0 {
+            *overrun = Overrun { is_told: overrun.is_told, ..Overrun::default() };
+            return None;
+        }
+        overrun.pages = overrun.pages.min(excess + GRANT_PAGES);
+        if overrun.reviewed_ns > 0 {
+            overrun.spent_ns += (now - overrun.reviewed_ns).min(2 * REVIEW_NS);
+        }
+        overrun.reviewed_ns = now;
+        if overrun.spent_ns > self.allowance.time_ns {
+            drop(state);
+            self.end_overrun(excess);
+        }
+        Some(REVIEW_NS / 1_000_000)
+    }
+
+    /// Ends the process, with the bound under which its pages would have had room.
+    fn end_overrun(&self, excess: u32) -> ! {
+        // A quarter more, because a part of the bound is for frames and the shelf.
+        let more = u64::from(excess) * PAGE_BYTES as u64;
+        let enough = self.allowance.local_bytes + more + more / 4 + (1 << 20);
+        sys::die(
+            EXIT_PAGER,
+            &format!(
+                "process {} ({}) needs {} MiB more than --local, for longer than {} s or more than \
+                 is lent for that time, because the kernel has pinned its memory ({PINNED_BY}); \
+                 pinned pages cannot be moved to the pool, so the process ends now (status \
+                 {EXIT_PAGER}): use --local {}MiB or more, or set GRANARY_PINNED_S to more seconds",
+                descriptor::program(),
+                sys::program_name_text(),
+                mib(more),
+                self.allowance.time_ns / 1_000_000_000,
+                mib(enough)
+            ),
+        )
+    }
+}
+
+/// Returns a number of bytes in MiB, rounded up.
+fn mib(bytes: u64) -> u64 {
+    bytes.div_ceil(1 << 20)
+}
