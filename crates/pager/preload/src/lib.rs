@@ -18,6 +18,7 @@ mod forks;
 mod heap;
 mod heapinfo;
 mod jemalloc;
+mod leaks;
 mod malloc;
 mod mapping;
 mod redirect;
