@@ -279,7 +279,16 @@ impl Backing {
             let here = FileStore::unlinked(&self.overflow_directory, self.frames)
                 .or_else(|_| FileStore::unlinked("/var/tmp".as_ref(), self.frames));
             match here {
-                Ok(store) => store,
+                Ok(store) => {
+                    sys::say(&format!(
+                        "the pool is full: pages of process {} go to an overflow file, which is \
+                         slower (GRANARY_OVERFLOW_DIR names its directory, now {}); give the pool \
+                         more memory (--memory)",
+                        descriptor::program(),
+                        self.overflow_directory.display()
+                    ));
+                    store
+                }
                 Err(error) => sys::die(
                     EXIT_PAGER,
                     &format!(
