@@ -13,6 +13,7 @@ use super::Data;
 use super::call::{Call, Cell, Cells, Change, Effects, Output, perform};
 use super::plan::{KeyAt, Plan, cells_of, keys, plan};
 use super::run::{call_of, publish, room, text_of};
+use super::upkeep::Attempts;
 use crate::context::{Args, Context};
 use crate::dispatch::{execute_one, is_allowed};
 use crate::keyspace::DATABASES;
@@ -169,6 +170,7 @@ pub(super) async fn execute_queue<N: Nic>(cx: &mut Context<'_, Data<N>>, queue: 
         .map(|(number, (db, key))| Wanted { db: *db, key, is_read: number < planned })
         .collect();
     let protocol = cx.session.protocol;
+    let mut attempts = Attempts::default();
     let is_kept = loop {
         let watches = &*cx.watches;
         let result = data.store.atomically(&wanted, |transaction| {
@@ -188,7 +190,7 @@ pub(super) async fn execute_queue<N: Nic>(cx: &mut Context<'_, Data<N>>, queue: 
             Ok(is_kept) => break is_kept,
             Err(error) => {
                 let is_full = error == kv::Error::NoBlock(NoBlock::Full);
-                if !is_full || !data.free_something(cx.worker).await {
+                if !is_full || !data.free_something(cx.worker, &mut attempts).await {
                     let text = text_of(&error);
                     cx.error(format!("EXECABORT Transaction discarded because of: {text}"));
                     return;

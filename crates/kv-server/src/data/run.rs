@@ -9,6 +9,7 @@ use verbs::Nic;
 
 use super::call::{Call, Cell, Cells, Change, Effects, FULL, Output, perform};
 use super::plan::{KeyAt, Plan, cells_of, keys, only_key, plan};
+use super::upkeep::Attempts;
 use super::{Data, whole};
 use crate::context::Context;
 
@@ -96,6 +97,7 @@ async fn execute_inside<N: Nic>(cx: &mut Context<'_, Data<N>>) {
 async fn run<N: Nic>(cx: &mut Context<'_, Data<N>>, call: &Call<'_>, plan: Plan) {
     let begin = cx.out.len();
     let mut effects = Effects::new(cx.server().config.live.notify() != 0);
+    let mut attempts = Attempts::default();
     loop {
         let result = match only_key(call) {
             Some(index) => run_one(cx, call, plan, index, &mut effects).await,
@@ -107,7 +109,7 @@ async fn run<N: Nic>(cx: &mut Context<'_, Data<N>>, call: &Call<'_>, plan: Plan)
                 cx.out.truncate(begin);
                 effects.clear();
                 let is_full = error == kv::Error::NoBlock(NoBlock::Full);
-                if !is_full || !cx.store.free_something(cx.worker).await {
+                if !is_full || !cx.store.free_something(cx.worker, &mut attempts).await {
                     cx.error(text_of(&error));
                     break;
                 }

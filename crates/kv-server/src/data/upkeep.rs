@@ -12,6 +12,7 @@ use verbs::Nic;
 use super::Data;
 use super::save::points;
 use super::state::Alone;
+use crate::keyspace::DATABASES;
 use crate::server::Server;
 use crate::worker::Worker;
 
@@ -23,8 +24,12 @@ const LOOK: Duration = Duration::from_secs(1);
 const SWEEP: usize = 256;
 /// Sweeps of one interval.
 const SWEEPS: usize = 64;
-/// Keys that are evicted for one command.
-const EVICTIONS: usize = 64;
+/// Keys that are evicted before other tasks run.
+const EVICTIONS: u64 = 16;
+/// Attempts of a command to find room in a full pool.
+const ATTEMPTS: u32 = 64;
+/// Attempts of a command to find room, if no key may be evicted.
+const ATTEMPTS_WITHOUT_EVICTION: u32 = 16;
 /// Interval of the compaction, if there is nothing to move.
 const COMPACTION: Duration = Duration::from_secs(1);
 /// In a full pool blocks move together if the unused part of the chunks is more than this, in
@@ -49,6 +54,10 @@ fn policy(server: &Server) -> Option<(Candidates, Eviction)> {
     Some((candidates, eviction))
 }
 
+/// The attempts of a command to find room in a full pool.
+#[derive(Debug, Default)]
+pub(super) struct Attempts(u32);
+
 /// The bytes of chunks that no block uses.
 fn unused(usage: &kv::blocks::Usage) -> u64 {
     usage.held.saturating_sub(usage.live + usage.limbo)
@@ -62,23 +71,32 @@ impl<N: Nic> Data<N> {
         self.store.resize_cache(server.config.live.cache());
     }
 
-    /// Evicts keys until the memory in use is below `maxmemory`.
+    /// Evicts keys until the memory in use is below `maxmemory`: at most as many keys as there are.
     pub(crate) async fn make_room(&self, worker: &Worker) -> bool {
         let limit = worker.server.config.live.max_memory();
         // Limbo becomes free by itself, so it evicts nothing.
         let is_over = || self.store.blocks().usage().live > limit;
-        if !is_over() {
-            return true;
-        }
-        for _ in 0..EVICTIONS {
-            if !self.evict(worker).await {
-                break;
-            }
-            if !is_over() {
-                return true;
-            }
+        if is_over() {
+            self.evict_while(worker, self.keys(), is_over).await;
         }
         !is_over()
+    }
+
+    fn keys(&self) -> u64 {
+        (0..DATABASES).map(|db| self.store.len(db as u8)).sum()
+    }
+
+    /// Evicts at most `most` keys while `is_wanted`. Other tasks run in between. Returns the number
+    /// of keys evicted.
+    async fn evict_while(&self, worker: &Worker, most: u64, is_wanted: impl Fn() -> bool) -> u64 {
+        let mut evicted = 0;
+        while evicted < most && is_wanted() && self.evict(worker).await {
+            evicted += 1;
+            if evicted % EVICTIONS == 0 {
+                worker.yield_now().await;
+            }
+        }
+        evicted
     }
 
     async fn evict(&self, worker: &Worker) -> bool {
@@ -98,12 +116,20 @@ impl<N: Nic> Data<N> {
         is_evicted
     }
 
-    /// Makes room in a full pool: moves blocks together, gives free blocks back, or evicts a key.
-    /// Returns whether another attempt to allocate may succeed.
+    /// Makes room in a full pool: moves blocks together, gives free blocks back, or evicts keys,
+    /// with each attempt of a command twice as many. Returns whether another attempt to allocate
+    /// may succeed: the attempts of a command have an end. Other tasks run in between.
     ///
     /// Without the moves, values of new lengths would evict nearly all keys: a chunk has blocks of
     /// one length, and is empty only when its last block is freed.
-    pub(super) async fn free_something(&self, worker: &Worker) -> bool {
+    pub(super) async fn free_something(&self, worker: &Worker, attempts: &mut Attempts) -> bool {
+        let may_evict = policy(&worker.server).is_some();
+        let most = if may_evict { ATTEMPTS } else { ATTEMPTS_WITHOUT_EVICTION };
+        if attempts.0 == most {
+            return false;
+        }
+        attempts.0 += 1;
+        worker.yield_now().await;
         if self.unused_percent() > FULL_PERCENT && self.compact_alone(worker).await {
             // The places that blocks have left are free when two epochs have passed.
             for _ in 0..3 {
@@ -113,9 +139,10 @@ impl<N: Nic> Data<N> {
             return true;
         }
         let limbo = self.store.blocks().usage().limbo;
-        let is_evicted = self.evict(worker).await;
+        let keys = 1 << attempts.0.min(16) >> 1;
+        let evicted = self.evict_while(worker, keys, || true).await;
         let is_tended = self.store.blocks().tend().await.is_ok();
-        is_evicted || is_tended && self.store.blocks().usage().limbo < limbo
+        evicted > 0 || is_tended && self.store.blocks().usage().limbo < limbo
     }
 
     /// Deletes a key that a command has found expired. CLIENT PAUSE keeps such keys.
