@@ -49,3 +49,41 @@ fn filter_for_one_thread_is_no_obstacle() {
     assert_eq!(String::from_utf8_lossy(&outcome.stdout), "begins\nends\n");
     assert!(!outcome.stderr.contains("TSYNC"), "{}", outcome.stderr);
 }
+
+/// Runs `pinned.c` paged, with a number of seconds for which pinned pages may exceed the bound.
+fn run_pinned(name: &str, local: u64, seconds: &str, arguments: &[&str], held: bool) -> Outcome {
+    let site = Site::new(NodeKind::Private, name, local, "256MiB");
+    let program = site.scratch.compile("pinned", include_str!("pager_programs/pinned.c"));
+    let mut command = site.command(program.to_str().unwrap(), arguments);
+    command.env("GRANARY_PINNED_S", seconds);
+    if held {
+        command.stdin(std::process::Stdio::piped());
+    }
+    site.finish(Running::start(&mut command)).outcome
+}
+
+#[test]
+fn short_pins_beyond_the_bound_are_served_with_a_line() {
+    let outcome = run_pinned("pinned-short", 8 << 20, "60", &["ring", "16"], false);
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    assert_eq!(String::from_utf8_lossy(&outcome.stdout), "registered\n");
+    assert!(outcome.stderr.contains("goes beyond --local now"), "{}", outcome.stderr);
+}
+
+#[test]
+fn lasting_pins_end_the_program_with_a_bound_that_is_enough() {
+    let outcome = run_pinned("pinned-long", 8 << 20, "1", &["ring", "16"], true);
+    assert_eq!(outcome.code, EXIT_PAGER, "{}", outcome.stderr);
+    let (_, named) = outcome.stderr.split_once("use --local ").expect("a size");
+    let (mib, _) = named.split_once("MiB or more").expect("a size in MiB");
+    let enough = mib.parse::<u64>().unwrap() << 20;
+    let outcome = run_pinned("pinned-enough", enough, "0", &["ring", "16"], false);
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    assert!(!outcome.stderr.contains("pinned its memory"), "{}", outcome.stderr);
+}
+
+#[test]
+fn processes_that_read_each_other_do_not_wait_for_ever() {
+    let outcome = run_pinned("pinned-peers", 8 << 20, "60", &["peers", "8"], false);
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+}
