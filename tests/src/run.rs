@@ -118,8 +118,8 @@ impl Site {
     /// before.
     pub fn wait_for_counters(&self, running: &Running, is_true: impl Fn(&Summary) -> bool) {
         let holds = || {
-            let children = children(running);
-            let counters = children.iter().find_map(|&child| counters_of(child))?;
+            let processes = processes_of(running);
+            let counters = processes.iter().find_map(|&process| counters_of(process))?;
             Some(is_true(&Summary::read(counters)))
         };
         while holds() != Some(true) {
@@ -133,7 +133,7 @@ impl Site {
         match &mut self.node {
             Some(node) => node.kill().expect("the memory node runs"),
             None => {
-                let mut children = children(running);
+                let mut children = processes_of(running);
                 children.retain(|&child| argument(child, 1) == "serve");
                 let [node] = children[..] else { panic!("not one memory node: {children:?}") };
                 let pid = Pid::from_raw(node).expect("a pid");
@@ -144,7 +144,7 @@ impl Site {
 
     /// Returns the assist of a running program (`--assist process`): there is exactly one.
     pub fn assist(&self, running: &Running) -> Pid {
-        let mut children = children(running);
+        let mut children = processes_of(running);
         children.retain(|&child| argument(child, 1) == "assist");
         let [assist] = children[..] else { panic!("not one assist: {children:?}") };
         Pid::from_raw(assist).expect("a pid")
@@ -166,12 +166,33 @@ impl Site {
     }
 }
 
-/// The child processes of `granary run`: its memory node, its assist and the program.
-fn children(running: &Running) -> Vec<i32> {
-    let pid = running.pid();
-    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
-    let children = children.expect("the process was not reaped, and the kernel lists children");
-    children.split_whitespace().map(|pid| pid.parse().expect("a pid")).collect()
+/// The processes of `granary run`: its memory node, its assist, its reaper, the program, and all
+/// that these have started.
+pub fn processes_of(running: &Running) -> Vec<i32> {
+    let entries = fs::read_dir("/proc").expect("/proc is mounted").flatten();
+    let ids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    let parent = |id: i32| -> Option<i32> {
+        let stat = fs::read(format!("/proc/{id}/stat")).ok()?;
+        let stat = String::from_utf8_lossy(&stat).into_owned();
+        stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
+    };
+    let all: Vec<(i32, i32)> = ids.filter_map(|id| Some((id, parent(id)?))).collect();
+    let mut found = vec![running.pid() as i32];
+    let mut at = 0;
+    while at < found.len() {
+        let above = found[at];
+        found.extend(all.iter().filter(|(_, parent)| *parent == above).map(|(id, _)| id));
+        at += 1;
+    }
+    found.split_off(1)
+}
+
+/// The name of a process; `None` if it has ended.
+pub fn name_of(pid: i32) -> Option<String> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let line = |key: &str| status.lines().find_map(|line| line.strip_prefix(key));
+    let is_zombie = line("State:")?.trim_start().starts_with('Z');
+    (!is_zombie).then(|| line("Name:").map(|name| name.trim().to_owned())).flatten()
 }
 
 /// An argument of a process; empty if the process has fewer.

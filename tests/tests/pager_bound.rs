@@ -8,7 +8,7 @@ use std::time::Duration;
 use granary_tests::needs;
 use granary_tests::node::granary;
 use granary_tests::pager::{Running, Scratch, plain};
-use granary_tests::run::{NodeKind, Paged, Site};
+use granary_tests::run::{NodeKind, Paged, Site, processes_of};
 use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
@@ -191,8 +191,7 @@ fn a_live_run_gives_pages_back_and_goes_on() {
     let text = command(&["local", &pid, "8MiB"]);
     assert!(text.contains("64MiB -> 8MiB") && text.contains("1 process(es)"), "{text}");
     wait_for(&running, "gives pages back", |run| number(run, "given_bytes") <= 8 * MIB);
-    let status = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).expect("it lives");
-    let resident = status.split_whitespace().filter_map(|child| {
+    let resident = processes_of(&running).into_iter().filter_map(|child| {
         let status = fs::read_to_string(format!("/proc/{child}/status")).ok()?;
         status.contains("Name:\tbound\n").then_some(())?;
         let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;

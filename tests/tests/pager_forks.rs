@@ -6,11 +6,15 @@
 //!
 //! Unmodified programs run with a memory node. C programs that check themselves cover rare cases.
 
+use std::process::Stdio;
+use std::time::Duration;
+
 use granary_tests::node::{MemoryNode, full};
-use granary_tests::pager::{Scratch, assert_same, forks_are_reported, paged, plain};
-use granary_tests::run::{NodeKind, Site};
+use granary_tests::pager::{Running, Scratch, assert_same, forks_are_reported, paged, plain};
+use granary_tests::run::{NodeKind, Site, name_of, processes_of};
 use granary_tests::{needs, over_each_node};
 use pager::config::EXIT_PAGER;
+use rustix::process::{Pid, Signal, kill_process};
 
 const MIB: u64 = 1 << 20;
 
@@ -19,6 +23,8 @@ over_each_node![
     python_with_processes,
     a_shell_script_with_subshells,
     redis_saves_in_the_background,
+    killed_command_leaves_no_process,
+    daemon_ends_with_a_private_memory_node_only,
 ];
 
 /// Runs a program without the pager and paged, and compares the results.
@@ -70,6 +76,88 @@ fn redis_saves_in_the_background(node: NodeKind) {
     let directory = site.scratch.0.to_str().unwrap();
     let keys = if full() { "200000" } else { "20000" };
     compare(&site, "sh", &[&program, directory, keys]);
+}
+
+/// Waits until processes of a run have these names, and returns all processes of the run.
+fn processes_with(running: &Running, names: &[&str]) -> Vec<i32> {
+    for _ in 0..6000 {
+        let processes = processes_of(running);
+        let found: Vec<_> = processes.iter().filter_map(|&process| name_of(process)).collect();
+        if names.iter().all(|name| found.iter().any(|found| found == name)) {
+            return processes;
+        }
+        assert!(!running.ends_within(Duration::from_millis(5)), "the program ended: {found:?}");
+    }
+    panic!("no processes {names:?}");
+}
+
+/// Waits until none of the processes is left.
+fn assert_gone(processes: &[i32], when: &str) {
+    for _ in 0..6000 {
+        if processes.iter().all(|&process| name_of(process).is_none()) {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let left = processes.iter().filter_map(|&process| Some((process, name_of(process)?)));
+    panic!("{when}: left behind: {:?}", left.collect::<Vec<_>>());
+}
+
+/// A child with a keeper, a process that is not paged, a daemon, and a stopped process.
+fn killed_command_leaves_no_process(node: NodeKind) {
+    let site = Site::new(node, "reaper", 8 * MIB, "512MiB");
+    let program = script(
+        &site,
+        "left.py",
+        "import os, signal, time\n\
+         heap = [bytes([n % 251]) * 4096 for n in range(8000)]\n\
+         if os.fork() == 0:\n\
+         \x20   time.sleep(3000)\n\
+         os.system('env -i head -c1 /dev/zero; env -i tail -f /dev/null & setsid sleep 3000 &')\n\
+         if os.fork() == 0:\n\
+         \x20   os.setsid()\n\
+         \x20   if os.fork() == 0: os.kill(os.getpid(), 19)\n\
+         \x20   os.execvp('cat', ['cat', '/dev/stdin'])\n\
+         time.sleep(3000)\n",
+    );
+    for signal in [Signal::KILL, Signal::ABORT] {
+        let mut command = site.command("/usr/bin/python3", &[&program]);
+        let running = Running::start(command.stdin(Stdio::piped()));
+        let names = ["granary-keeper", "granary-reaper", "tail", "sleep", "cat"];
+        let processes = processes_with(&running, &names);
+        kill_process(Pid::from_raw(running.pid() as i32).unwrap(), signal).unwrap();
+        assert_gone(&processes, &format!("{signal:?}"));
+        let outcome = running.finish();
+        assert!(outcome.stderr.contains("has ended before"), "{}", outcome.stderr);
+        if node == NodeKind::Served {
+            // A private memory node ends too, and a process may report that first.
+            assert_eq!(outcome.stderr.lines().count(), 1, "{}", outcome.stderr);
+        }
+    }
+}
+
+fn daemon_ends_with_a_private_memory_node_only(node: NodeKind) {
+    let site = Site::new(node, "daemons", 8 * MIB, "512MiB");
+    let daemon = "import os, sys, time; open(sys.argv[1], 'w'); time.sleep(3000)";
+    let ready = site.scratch.0.join("ready").display().to_string();
+    // A process that is set up after the end of the command would not find the run's directory.
+    let text = format!(
+        "setsid /usr/bin/python3 -c \"{daemon}\" {ready} > /dev/null 2>&1 &\n\
+         while [ ! -e {ready} ]; do sleep 0.01; done; echo $!; exit 3"
+    );
+    let script = text.as_str();
+    let paged = site.run("sh", &["-c", script]);
+    let outcome = paged.outcome;
+    assert_eq!(outcome.code, 3, "{}", outcome.stderr);
+    let daemon: i32 = String::from_utf8_lossy(&outcome.stdout).trim().parse().unwrap();
+    let says = outcome.stderr.contains(&format!("python3 ({daemon})"));
+    if node == NodeKind::Private {
+        assert!(says && outcome.stderr.contains("--pool"), "{}", outcome.stderr);
+        return assert_gone(&[daemon], "the end of the program");
+    }
+    assert!(!says, "{}", outcome.stderr);
+    assert_eq!(name_of(daemon).as_deref(), Some("python3"));
+    kill_process(Pid::from_raw(daemon).unwrap(), Signal::KILL).unwrap();
 }
 
 /// Runs a C program that checks itself, without the pager and paged.

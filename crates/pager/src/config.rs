@@ -201,6 +201,9 @@ pub struct Config {
     pub pool: String,
     /// The memory node belongs to this program alone, and passes on its chunk memory.
     pub is_direct: bool,
+    /// For `granary run`: processes that outlive the program are ended, because their memory node
+    /// ends with the command. Not passed to processes.
+    pub ends_daemons: bool,
     /// An assist that listens in the run's directory moves page lists.
     pub has_assist: bool,
     /// Directory of the assist's socket.
@@ -244,6 +247,7 @@ impl Config {
             shares_bound: false,
             pool: pool.into(),
             is_direct: false,
+            ends_daemons: false,
             has_assist: false,
             run_directory: None,
             run_memory: None,

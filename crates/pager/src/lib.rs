@@ -66,6 +66,7 @@ pub mod policy;
 pub mod pool_transport;
 mod presence;
 mod priority;
+mod reaper;
 pub mod region;
 mod remap;
 pub mod run;

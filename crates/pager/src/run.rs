@@ -16,6 +16,7 @@ use crate::Error;
 use crate::awake::AwakeThread;
 use crate::config::Config;
 use crate::executable::{Kind, kind_of};
+use crate::reaper;
 pub use crate::run_directory::RunDirectory;
 use crate::stats::Summary;
 use crate::sys;
@@ -85,7 +86,7 @@ pub fn run_in(
     let mut command = Command::new(program);
     command.args(arguments).envs(config.to_environment());
     command.env("LD_PRELOAD", preload(&library, std::env::var_os("LD_PRELOAD")));
-    let status = wait_passing_signals(&mut command)
+    let status = reaper::run_to_end(&mut command, config.ends_daemons)
         .map_err(|source| Error::System { what: format!("run {}", program.display()), source })?;
     let summary = Summary::read(directory.memory());
     let traces = match &config.trace {
@@ -103,64 +104,6 @@ fn preload(library: &Path, before: Option<OsString>) -> OsString {
         value.push(before);
     }
     value
-}
-
-/// Starts `command` and waits for it, forwarding signals. The program answers the signals of a
-/// terminal or supervisor: the terminal sends its own signals to the program directly; SIGTERM,
-/// SIGHUP, SIGUSR1 and SIGUSR2 are forwarded.
-fn wait_passing_signals(command: &mut Command) -> io::Result<ExitStatus> {
-    use std::os::unix::process::CommandExt;
-    use std::sync::atomic::{AtomicI32, Ordering};
-    static CHILD: AtomicI32 = AtomicI32::new(0);
-    extern "C" fn pass_on(signal: i32) {
-        let child = CHILD.load(Ordering::Acquire);
-        if child > 0 {
-            // SAFETY: async-signal-safe; the child is not reaped while CHILD names it.
-            unsafe { libc::kill(child, signal) };
-        }
-    }
-    const IGNORED: [i32; 2] = [libc::SIGINT, libc::SIGQUIT];
-    const PASSED: [i32; 4] = [libc::SIGTERM, libc::SIGHUP, libc::SIGUSR1, libc::SIGUSR2];
-    let mut before = Vec::new();
-    // SAFETY: the handler is async-signal-safe. The previous dispositions are restored below and in
-    // the child.
-    unsafe {
-        for signal in IGNORED {
-            before.push((signal, libc::signal(signal, libc::SIG_IGN)));
-        }
-        for signal in PASSED {
-            let handler = pass_on as extern "C" fn(i32) as libc::sighandler_t;
-            before.push((signal, libc::signal(signal, handler)));
-        }
-        let restored = before.clone();
-        command.pre_exec(move || {
-            for &(signal, handler) in &restored {
-                libc::signal(signal, handler);
-            }
-            Ok(())
-        });
-    }
-    let result = command.spawn().and_then(|mut child| {
-        CHILD.store(child.id() as i32, Ordering::Release);
-        // Waits without reaping first, so that no signal goes to a process id that has been reused.
-        loop {
-            // SAFETY: a zero siginfo is valid for the write.
-            let done = unsafe {
-                let mut info: libc::siginfo_t = std::mem::zeroed();
-                libc::waitid(libc::P_PID, child.id(), &mut info, libc::WEXITED | libc::WNOWAIT)
-            };
-            if done == 0 || io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
-                break;
-            }
-        }
-        CHILD.store(0, Ordering::Release);
-        child.wait()
-    });
-    for (signal, handler) in before {
-        // SAFETY: restores the previous disposition.
-        unsafe { libc::signal(signal, handler) };
-    }
-    result
 }
 
 /// Finds the preload library: at `GRANARY_PRELOAD`, next to this executable, or in the directory's

@@ -245,6 +245,7 @@ impl Run {
         };
         let local = self.local.size();
         let mut config = Config { is_direct, ..Config::new(local.bytes(), pool_address) };
+        config.ends_daemons = private.is_some();
         config.allow_unpaged = self.allow_unpaged;
         config.trim = self.trim;
         config.tier_bytes = self.tier.map_or(0, |size| size.bytes());
