@@ -274,7 +274,7 @@ fn unusable_bounds_are_refused_with_the_reason() {
     refused(&["local", "4194305", "900TiB"], "the machine's memory");
 }
 
-/// A program as the user nobody, who has no right to the files of root.
+/// A program of user 65534, which has no right to the files of root.
 fn as_nobody(command: &str) -> Command {
     let mut nobody = Command::new("setpriv");
     nobody.args(["--reuid=65534", "--regid=65534", "--clear-groups", "sh", "-c", command]);

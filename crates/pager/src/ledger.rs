@@ -1,7 +1,8 @@
 //! The ledger of a run: how many pages each process of the run may have.
 //!
 //! The processes of a run share one bound. It lies in the memory of the run
-//! ([`crate::run_memory`]), which all of them map. A process *leases* pages in units of [`UNIT_PAGES`], by compare-and-swap.
+//! ([`crate::run_memory`]), which all of them map. A process *leases* pages in units of
+//! [`UNIT_PAGES`], by compare-and-swap.
 //!
 //! ```text
 //!  u64[0]  magic and version

@@ -124,7 +124,7 @@ fn remove_ended(parent: &Path) {
         let name = entry.file_name();
         let is_run = name.as_encoded_bytes().starts_with(DIRECTORY_PREFIX.as_bytes());
         if is_run && let Some(_lock) = lock(&entry.path()) {
-            // What cannot be removed is left behind.
+            // A directory that cannot be removed stays behind.
             let _ = std::fs::remove_dir_all(entry.path());
         }
     }

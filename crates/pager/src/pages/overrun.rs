@@ -32,7 +32,7 @@ const BATCH_PAGES: u32 = 64;
 const PINNED_BY: &str = "fixed buffers of io_uring, memory of an RDMA NIC, or another process that \
                          reads or writes this memory";
 
-/// What a process may have beyond its bound.
+/// Pages that a process may have beyond its bound, and for how long.
 #[derive(Clone, Copy, Debug)]
 pub struct Allowance {
     /// The bound, in bytes.

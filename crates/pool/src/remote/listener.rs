@@ -178,8 +178,8 @@ const INTERVAL: Duration = Duration::from_secs(1);
 ///
 /// A connection ends after [`IDLE`] and then one unanswered keep-alive probe per [`INTERVAL`]: 9
 /// with the default of 12 s. On a network that loses one packet in ten in both directions, a probe
-/// or its answer is lost with probability 0.19. With 4 probes (7 s) one idle period in 800 ended a living
-/// connection; with 9 it is one in three million.
+/// or its answer is lost with probability 0.19. With 4 probes (7 s) one idle period in 800 ended a
+/// living connection; with 9 it is one in three million.
 pub fn set_keepalive(stream: impl AsFd, gone: Duration) -> Result<(), Errno> {
     let probes = (gone.saturating_sub(IDLE).as_secs() / INTERVAL.as_secs()).clamp(1, 127) as u32;
     // The kernel counts at most 127 probes, so a long time has longer intervals.
