@@ -241,15 +241,17 @@ fn addresses_are_the_ones_that_the_kernel_would_choose() {
     );
     let low = pager.map_request(request(0, 10, libc::MAP_32BIT)).unwrap();
     assert!(low < 1 << 31 && pager.region().find(low).is_some(), "{low:#x}");
-    // A low hint is followed, a high one is not; neither replaces a mapping.
-    let hint = 20usize << 30;
-    assert_eq!(pager.map_request(request(hint, 10, 0)), Ok(hint));
-    assert!(pager.region().clip(pager.map_request(request(hint, 10, 0)).unwrap(), 1).is_some());
-    let high = pager.map_request(request(free_addresses(), 10, 0)).unwrap();
-    assert!(pager.region().clip(high, 1).is_some());
-    pager.unmap(high, 10 * PAGE_BYTES).unwrap();
-    assert_eq!(pager.map_request(request(high, 10, 0)), Ok(high), "a hint in the region");
-    for start in [base, low, hint] {
+    // A hint for free addresses is followed; none replaces a mapping.
+    let (hint, high) = (20usize << 30, free_addresses());
+    let mut inside = 0;
+    for hint in [hint, high] {
+        assert_eq!(pager.map_request(request(hint, 10, 0)), Ok(hint));
+        inside = pager.map_request(request(hint, 10, 0)).unwrap();
+        assert!(pager.region().clip(inside, 1).is_some());
+    }
+    pager.unmap(inside, 10 * PAGE_BYTES).unwrap();
+    assert_eq!(pager.map_request(request(inside, 10, 0)), Ok(inside), "a hint in the region");
+    for start in [base, low, hint, high] {
         fill(start, 10, 9);
         pager.protect(start, 10 * PAGE_BYTES, libc::PROT_READ).unwrap();
         assert!(holds(start, 0..10, 9));
