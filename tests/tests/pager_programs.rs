@@ -303,6 +303,18 @@ mod allocators {
     }
 
     #[test]
+    fn opened_library_fills_more_than_the_bound_in_its_constructor() {
+        let site = site("opens");
+        let source = include_str!("pager_programs/opens.c");
+        let library = object(&site, "libopened.so", source, "-DLIBRARY");
+        let program = site.scratch.compile("opens", source);
+        let paged = site.run(program.to_str().unwrap(), &[&library]);
+        assert_eq!(paged.outcome.code, 0, "{}", paged.outcome.stderr);
+        assert_eq!(paged.outcome.stdout, b"ok\n");
+        assert!(paged.count("pages_out") > 2000, "{}", paged.stats);
+    }
+
+    #[test]
     fn libc_malloc_is_paged_and_libc_free_accepts_all_memory() {
         let source = include_str!("pager_programs/wrapper.c");
         check(&site("libc-names"), 2000, source, &[], &[]);

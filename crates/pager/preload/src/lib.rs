@@ -23,6 +23,7 @@ mod malloc;
 mod mapping;
 mod redirect;
 mod reentrancy;
+mod thread_exit;
 mod unpinned;
 
 use std::ffi::{CStr, c_char, c_int, c_void};

@@ -1,0 +1,49 @@
+/* A program and, with -DLIBRARY, a library that it opens. The constructor of the library fills more
+ * memory than the bound. Meanwhile its thread holds the lock of the dynamic linker, which no thread
+ * of the pager may need. Threads with thread-local destructors run before and after. */
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+enum { BLOCK = 4096, BLOCKS = 8192 };
+
+#ifdef LIBRARY
+static char *blocks[BLOCKS];
+__attribute__((constructor)) static void fill(void) {
+    for (int i = 0; i < BLOCKS; i++) {
+        blocks[i] = malloc(BLOCK);
+        memset(blocks[i], i * 7 + 1, BLOCK);
+    }
+}
+int holds(void) {
+    for (int i = 0; i < BLOCKS; i++)
+        for (int at = 0; at < BLOCK; at += 512)
+            if (blocks[i][at] != (char)(i * 7 + 1)) return 0;
+    return 1;
+}
+#else
+extern int __cxa_thread_atexit_impl(void (*)(void *), void *, void *);
+extern void *__dso_handle;
+static int destroyed;
+static void destroy(void *count) { ++*(int *)count; }
+static void *thread(void *unused) {
+    (void)unused;
+    CHECK(!__cxa_thread_atexit_impl(destroy, &destroyed, &__dso_handle));
+    return 0;
+}
+int main(int count, char **arguments) {
+    CHECK(count == 2);
+    pthread_t id;
+    CHECK(!pthread_create(&id, 0, thread, 0) && !pthread_join(id, 0) && destroyed == 1);
+    void *library = dlopen(arguments[1], RTLD_NOW);
+    CHECK(library);
+    int (*holds)(void) = (int (*)(void))dlsym(library, "holds");
+    CHECK(holds && holds());
+    CHECK(!pthread_create(&id, 0, thread, 0) && !pthread_join(id, 0) && destroyed == 2);
+    puts("ok");
+    return 0;
+}
+#endif
