@@ -5,23 +5,23 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "check.h"
-enum { BLOCK = 4096, BLOCKS = 8192 };
+enum { WORDS = 1024, BLOCKS = 8192 };
 
 #ifdef LIBRARY
-static char *blocks[BLOCKS];
+/* No page has one repeated word, because such pages are not stored. */
+static unsigned *blocks[BLOCKS];
 __attribute__((constructor)) static void fill(void) {
-    for (int i = 0; i < BLOCKS; i++) {
-        blocks[i] = malloc(BLOCK);
-        memset(blocks[i], i * 7 + 1, BLOCK);
+    for (unsigned i = 0; i < BLOCKS; i++) {
+        blocks[i] = malloc(WORDS * sizeof(unsigned));
+        for (unsigned at = 0; at < WORDS; at++) blocks[i][at] = i * WORDS + at;
     }
 }
 int holds(void) {
-    for (int i = 0; i < BLOCKS; i++)
-        for (int at = 0; at < BLOCK; at += 512)
-            if (blocks[i][at] != (char)(i * 7 + 1)) return 0;
+    for (unsigned i = 0; i < BLOCKS; i++)
+        for (unsigned at = 0; at < WORDS; at++)
+            if (blocks[i][at] != i * WORDS + at) return 0;
     return 1;
 }
 #else
