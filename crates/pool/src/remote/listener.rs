@@ -176,7 +176,7 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// Makes the kernel end a connection to a host that is unreachable for `gone`, at least 4 s, and
 /// send small messages without delay.
 ///
-/// A connection ends after [`IDLE`] and then one unanswered keep-alive probe per [`INTERVAL`]: 9
+/// A connection ends after `IDLE` and then one unanswered keep-alive probe per `INTERVAL`: 9
 /// with the default of 12 s. On a network that loses one packet in ten in both directions, a probe
 /// or its answer is lost with probability 0.19. With 4 probes (7 s) one idle period in 800 ended a
 /// living connection; with 9 it is one in three million.

@@ -328,7 +328,7 @@ fn new_client_gets_pieces_from_the_reserve() {
 #[test]
 fn watched_eventfd_is_not_closed_by_the_nic_thread() {
     use rustix::event::epoll;
-    const INSTANCES: usize = 40;
+    const INSTANCES: usize = 160;
     const NUMBERS: i32 = 400;
     let watched = |fd: &OwnedFd| {
         let instance = |_| {
