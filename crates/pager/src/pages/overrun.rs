@@ -110,7 +110,7 @@ impl<M: Memory> Pages<M> {
         true
     }
 
-    /// Takes pages out that are beyond the limit because of [`Pages::exceed_limit`]. Returns the
+    /// Takes pages out that are beyond the limit because of `exceed_limit`. Returns the
     /// time until the next call, in ms; `None` if no more pages are present than the limit allows.
     /// Ends the process after [`Allowance::time_ns`].
     pub fn review_overrun(&self, hand: &mut Hand) -> Option<u64> {
