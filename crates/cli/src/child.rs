@@ -7,7 +7,9 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -36,6 +38,12 @@ fn signal_with_parent(command: &mut Command, signal: Signal) -> &mut Command {
         })
     }
 }
+
+/// Time after which a child that was asked to end is killed.
+///
+/// A child that is stopped (SIGSTOP) or that hangs does not react. A memory node that holds 64 GiB
+/// needs less time until it exits: the kernel frees the memory after SIGKILL too.
+const END: Duration = Duration::from_secs(10);
 
 /// A child process that prints one JSON object per line. Dropping it ends the process and waits.
 pub struct ChildProcess {
@@ -77,6 +85,40 @@ impl ChildProcess {
         Pid::from_child(&self.child)
     }
 
+    /// Asks the child to end, kills it after `time`, and reaps it.
+    fn end(&mut self, time: Duration) {
+        if self.input.take().is_none() {
+            // No effect on a child that has ended: its process id stays valid until `wait`.
+            let _ = kill_process(self.pid(), self.end);
+        }
+        if !self.has_ended_within(time) {
+            let pid = self.child.id();
+            eprintln!(
+                "granary: process {pid} of granary did not end within {time:?} of the request, and \
+                 is killed; it may have been stopped (SIGSTOP)",
+            );
+            let _ = self.child.kill();
+        }
+        // The exit status of a child that is no longer needed is of no interest.
+        let _ = self.child.wait();
+    }
+
+    /// Waits until the child has ended, without reaping it. Returns false after `time`.
+    fn has_ended_within(&self, time: Duration) -> bool {
+        // Only a lack of descriptors or an old kernel prevents this; then the child is killed.
+        let Ok(pidfd) = pidfd_open(self.pid(), PidfdFlags::empty()) else { return false };
+        let deadline = Instant::now() + time;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let left = left.try_into().expect("a few seconds fit");
+            match poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&left)) {
+                Ok(ready) => return ready > 0,
+                Err(Errno::INTR) => {}
+                Err(_) => return false,
+            }
+        }
+    }
+
     /// Writes one JSON object, on one line, to a worker.
     pub fn write_line(&mut self, value: &impl Serialize) -> anyhow::Result<()> {
         let mut line = serde_json::to_vec(value)?;
@@ -102,12 +144,7 @@ impl ChildProcess {
 
 impl Drop for ChildProcess {
     fn drop(&mut self) {
-        if self.input.take().is_none() {
-            // No effect on a child that has ended: its process id stays valid until `wait`.
-            let _ = kill_process(self.pid(), self.end);
-        }
-        // The exit status of a child that is no longer needed is of no interest.
-        let _ = self.child.wait();
+        self.end(END);
     }
 }
 
@@ -171,6 +208,22 @@ mod tests {
         assert_eq!(finished.status.code(), Some(3));
         assert!(finished.elapsed > Duration::ZERO);
         assert!(finished.peak_bytes > 30_000_000, "{finished:?}");
+    }
+
+    #[test]
+    fn stopped_server_is_killed() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "echo 1; kill -STOP $$"]);
+        let mut server = ChildProcess::spawn_server(&mut command).unwrap();
+        assert_eq!(server.read_line::<u32>().unwrap(), 1);
+        let pid = server.pid();
+        rustix::process::waitid(
+            rustix::process::WaitId::Pid(pid),
+            rustix::process::WaitIdOptions::STOPPED | rustix::process::WaitIdOptions::NOWAIT,
+        )
+        .unwrap();
+        server.end(Duration::from_millis(1));
+        assert_eq!(server.child.try_wait().unwrap().unwrap().signal(), Some(libc::SIGKILL));
     }
 
     #[test]
