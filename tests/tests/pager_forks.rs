@@ -213,6 +213,16 @@ fn workers_without_root_page_to_the_private_node() {
     compare(&site, program.to_str().unwrap(), &[]);
 }
 
+/// Like chronyd and ntpd. glibc aborts the program if a thread of the pager lacks the capability.
+#[test]
+fn capability_is_kept_over_a_change_of_the_user() {
+    if !rustix::process::geteuid().is_root() {
+        return needs::skip("only root can change its user");
+    }
+    let source = include_str!("pager_programs/keeps_capabilities.c");
+    self_checking("keeps_capabilities", source, &[&[]]);
+}
+
 #[test]
 fn two_hundred_sequential_children_are_paged() {
     self_checking("many", include_str!("pager_programs/many.c"), &[&["200"]]);

@@ -55,6 +55,9 @@ const RUN_MEMORY: &str = "GRANARY_RUN_MEMORY";
 const SEAL: &str = "GRANARY_SEAL";
 const TIER: &str = "GRANARY_TIER";
 const TRIM: &str = "GRANARY_TRIM";
+const WAIT: &str = "GRANARY_WAIT_S";
+/// Default of [`Config::wait_s`].
+pub(crate) const WAIT_S: u32 = 5;
 
 /// Exit status of a program whose pages are lost because the pool is gone.
 pub const EXIT_POOL_GONE: i32 = 117;
@@ -237,6 +240,8 @@ pub struct Config {
     pub tier_bytes: u64,
     /// Seconds for which pinned pages may keep the process beyond its bound.
     pub pinned_s: u32,
+    /// Seconds for which a process waits for the pager's own threads.
+    pub wait_s: u32,
 }
 
 impl Config {
@@ -264,6 +269,7 @@ impl Config {
             hide: Hide::Off,
             tier_bytes: 0,
             pinned_s: PINNED_S,
+            wait_s: WAIT_S,
         }
     }
 
@@ -346,12 +352,11 @@ impl Config {
                 why: error.to_string(),
             })?;
         }
-        if let Some(value) = get(PINNED) {
-            self.pinned_s = value.parse().map_err(|_| Error::Setting {
-                name: PINNED,
-                value,
-                why: "expected a number of seconds".into(),
-            })?;
+        for (name, setting) in [(PINNED, &mut self.pinned_s), (WAIT, &mut self.wait_s)] {
+            if let Some(value) = get(name) {
+                let why = "expected a number of seconds".into();
+                *setting = value.parse().map_err(|_| Error::Setting { name, value, why })?;
+            }
         }
         Ok(())
     }
@@ -371,6 +376,7 @@ impl Config {
             (HIDE, self.hide.name().into()),
             (TIER, self.tier_bytes.to_string().into()),
             (PINNED, self.pinned_s.to_string().into()),
+            (WAIT, self.wait_s.to_string().into()),
             (SEAL, self.seal.map_or_else(|| "off".into(), |cipher| cipher.to_string()).into()),
         ];
         if let Some(directory) = &self.run_directory {
@@ -463,6 +469,7 @@ mod tests {
         config.hide = Hide::Reads;
         config.tier_bytes = 5 << 20;
         config.pinned_s = 7;
+        config.wait_s = 8;
         let variables = config.to_environment();
         let get = |name: &str| {
             let found = variables.iter().find(|(key, _)| *key == name);

@@ -42,6 +42,7 @@ mod awake;
 pub mod backing;
 mod compactor;
 pub mod config;
+pub mod credentials;
 pub mod descriptor;
 mod direct_transport;
 pub mod errno;

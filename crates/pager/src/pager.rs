@@ -315,6 +315,7 @@ impl Pager {
             .with_paths(config.paths);
         pages.stats.set(Counter::ProcessesSealing, config.seal.is_some().into());
         let must_seal = pages.backing.must_seal();
+        crate::credentials::set_limit(config.wait_s);
         let allowance = Allowance {
             local_bytes: config.local_bytes,
             time_ns: u64::from(config.pinned_s) * 1_000_000_000,

@@ -1,5 +1,5 @@
 //! Interposes `syscall`, on x86-64: to detect a seccomp filter for all threads, and for the system
-//! calls of [`crate::unpinned`].
+//! calls of [`crate::unpinned`] and [`crate::credentials`].
 //!
 //! A program's filter with `SECCOMP_FILTER_FLAG_TSYNC` also applies to the pager's threads, which
 //! need system calls that no program's filter expects (`ioctl` on a userfaultfd). The kernel would
@@ -15,7 +15,7 @@ mod x86_64 {
     use pager::sys::{self, system_call};
 
     use crate::reentrancy::ReentrancyGuard;
-    use crate::{early, unpinned};
+    use crate::{credentials, early, unpinned};
 
     /// syscall(2). Calls no other function unless the system call is interposed or fails. So this
     /// function also works before the library is relocated, and where the system call returns on
@@ -40,6 +40,24 @@ mod x86_64 {
             "je {copy}",
             "cmp rax, {setsockopt}",
             "je {option}",
+            "cmp rax, {capset}",
+            "je 3f",
+            "cmp rax, {prctl}",
+            "je 3f",
+            "cmp rax, {setuid}",
+            "je 3f",
+            "cmp rax, {setgid}",
+            "je 3f",
+            "cmp rax, {setreuid}",
+            "je 3f",
+            "cmp rax, {setregid}",
+            "je 3f",
+            "cmp rax, {setresuid}",
+            "je 3f",
+            "cmp rax, {setresgid}",
+            "je 3f",
+            "cmp rax, {setgroups}",
+            "je 3f",
             "mov r10, rcx",
             "mov r9, [rsp + 8]",
             "syscall",
@@ -49,13 +67,26 @@ mod x86_64 {
             "2:",
             "mov rdi, rax",
             "jmp {failed}",
+            "3:",
+            "mov r9, rax",
+            "jmp {credentials}",
             seccomp = const libc::SYS_seccomp,
             vmsplice = const libc::SYS_vmsplice,
             setsockopt = const libc::SYS_setsockopt,
+            capset = const libc::SYS_capset,
+            prctl = const libc::SYS_prctl,
+            setuid = const libc::SYS_setuid,
+            setgid = const libc::SYS_setgid,
+            setreuid = const libc::SYS_setreuid,
+            setregid = const libc::SYS_setregid,
+            setresuid = const libc::SYS_setresuid,
+            setresgid = const libc::SYS_setresgid,
+            setgroups = const libc::SYS_setgroups,
             failed = sym failed,
             filter = sym seccomp,
             copy = sym unpinned::vmsplice_by_number,
             option = sym unpinned::setsockopt_by_number,
+            credentials = sym credentials::by_number,
         )
     }
 

@@ -11,6 +11,7 @@
 mod brk;
 mod bss;
 mod calls;
+mod credentials;
 mod descriptors;
 mod direct;
 mod early;

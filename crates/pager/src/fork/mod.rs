@@ -58,7 +58,6 @@ use self::child_setup::ChildSetup;
 pub use self::state::Forks;
 use self::state::{ASKED, CHILD_MADE, FROZEN, ForkGuards, HANDED, NONE, server_lost};
 use crate::config::EXIT_PAGER;
-use crate::descriptor;
 use crate::page_table::PageId;
 use crate::pager::Pager;
 use crate::pages::Hand;
@@ -67,6 +66,7 @@ use crate::slots::Epoch;
 use crate::spawn::spawn;
 use crate::sys::{self, PAGE_BYTES, SignalsBlocked};
 use crate::uffd::Uffd;
+use crate::{credentials, descriptor};
 
 impl Forks {
     /// In a light child, with `space` locked: drops pages and informs the page server that they
@@ -243,6 +243,7 @@ impl Pager {
         // because the allocator may drop pages in any call.
         drop((space, protection));
         descriptor::note_program();
+        credentials::forget_threads();
         self.forks.light.store(true, Ordering::Release);
         // Closes the parent's descriptors: its userfaultfd, and its sockets to its own parent's
         // page server.
