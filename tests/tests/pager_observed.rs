@@ -6,7 +6,10 @@ use std::io::Write;
 use std::process::Command;
 
 use granary_tests::needs;
-use granary_tests::pager::{Outcome, Running, Scratch, library};
+use granary_tests::pager::{Outcome, Running, Scratch, library, paged_with, plain};
+use pager::Config;
+use pager::config::Pages;
+use pager::stats::Counter;
 
 const MIB: u64 = 1 << 20;
 
@@ -137,4 +140,28 @@ fn core_dump_contains_no_paged_memory() {
     let outcome = aborting.run(command.arg(&aborting.program).arg(core));
     let text = text(&outcome);
     assert!(text.contains("in fail ") && text.contains("in main "), "{text}");
+}
+
+/// Runs `procmem.c` plain and paged.
+fn own_memory(name: &str, pages: Pages) {
+    let scratch = Scratch::new(name);
+    let program = scratch.compile("procmem", include_str!("pager_programs/procmem.c"));
+    let program = program.to_str().unwrap();
+    let plain = plain(program, &[]);
+    assert_eq!(plain.code, 0, "{}", plain.stderr);
+    let mut config = Config::new(8 << 20, "memory:256MiB");
+    config.pages = pages;
+    let paged = paged_with(&config, program, &[]);
+    assert_eq!((paged.code, text(&paged)), (0, text(&plain)));
+    assert!(paged.summary.get(Counter::PagesOut) > 5000, "{}", paged.summary);
+}
+
+#[test]
+fn programs_access_their_evicted_pages_by_files_and_calls() {
+    own_memory("procmem", Pages::Auto);
+}
+
+#[test]
+fn programs_access_their_copied_pages_by_files_and_calls() {
+    own_memory("procmem-copy", Pages::Copy);
 }

@@ -10,12 +10,12 @@
 //! The calls are passed on to the C library's functions, which are cancellation points of threads.
 
 use std::ffi::{CStr, c_char, c_int, c_long, c_uint, c_void};
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
 use pager::Pager;
 use pager::sys::system_call;
 
-use crate::{early, redirect};
+use crate::{early, own_memory, redirect};
 
 unsafe extern "C" {
     safe fn granary_passing() -> *mut c_int;
@@ -26,12 +26,19 @@ unsafe extern "C" {
 pub struct Next {
     name: &'static CStr,
     found: AtomicPtr<c_void>,
+    /// True if `found` is the C library's function, which calls no next definition.
+    is_last: AtomicBool,
 }
 
 impl Next {
     /// Creates the entry for a function's name.
     pub const fn new(name: &'static CStr) -> Self {
-        Self { name, found: AtomicPtr::new(std::ptr::null_mut()) }
+        Self { name, found: AtomicPtr::new(std::ptr::null_mut()), is_last: AtomicBool::new(false) }
+    }
+
+    /// Looks the next definition up before the first call.
+    pub fn prepare(&self) {
+        self.get();
     }
 
     /// Passes the program's call on to the next definition. That may be another library's function,
@@ -50,6 +57,9 @@ impl Next {
             return call(own);
         }
         let next = self.get();
+        if self.is_last.load(Ordering::Relaxed) {
+            return call(next);
+        }
         // Restored by hand and not by a destructor, because a thread may be cancelled in the call.
         // SAFETY: the calling thread's own variable.
         let before = unsafe { passing.replace(1) };
@@ -68,6 +78,8 @@ impl Next {
         let found = unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()) };
         assert!(!found.is_null(), "the C library has no {:?}", self.name);
         let found = redirect::resolve_replaced(found);
+        let is_last = redirect::c_library_function(self.name) == Some(found);
+        self.is_last.store(is_last, Ordering::Relaxed);
         self.found.store(found, Ordering::Relaxed);
         found
     }
@@ -117,8 +129,10 @@ fn requested(flags: c_int) -> c_int {
     }
 }
 
-/// Takes `O_DIRECT` off an open file if the file must not have it. Returns the descriptor.
-fn opened(fd: c_int, flags: c_int) -> c_int {
+/// Takes `O_DIRECT` off an open file if the file must not have it, and notes `/proc/self/mem`.
+/// Returns the descriptor.
+fn opened(fd: c_int, path: *const c_char, flags: c_int) -> c_int {
+    own_memory::note_opened(fd, path);
     let has_it = fd >= 0 && requested(flags) & libc::O_DIRECT != 0;
     if has_it && crate::pager().is_some_and(|pager| !may_be_direct(pager, fd)) {
         let control = |command: c_int, argument: usize| {
@@ -171,7 +185,7 @@ macro_rules! open {
             // program's.
             NEXT.call(|next| unsafe {
                 let next = std::mem::transmute::<*mut c_void, Open>(next);
-                opened(next(path, requested(flags), mode), flags)
+                opened(next(path, requested(flags), mode), path, flags)
             })
         }
     )*};
@@ -198,7 +212,7 @@ macro_rules! open_at {
             // SAFETY: as for `open`.
             NEXT.call(|next| unsafe {
                 let next = std::mem::transmute::<*mut c_void, OpenAt>(next);
-                opened(next(directory, path, requested(flags), mode), flags)
+                opened(next(directory, path, requested(flags), mode), path, flags)
             })
         }
     )*};

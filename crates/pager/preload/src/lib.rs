@@ -22,6 +22,7 @@ mod jemalloc;
 mod leaks;
 mod malloc;
 mod mapping;
+mod own_memory;
 mod redirect;
 mod reentrancy;
 mod thread_exit;
@@ -67,6 +68,7 @@ extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *
              with RTLD_DEEPBIND may abort the program with \"invalid pointer\""
         ));
     }
+    own_memory::prepare();
     let get = |name: &str| {
         // SAFETY: the loader passes the environment as C strings, terminated by null.
         unsafe { variable(environment, name) }
