@@ -10,6 +10,7 @@ use anyhow::Context;
 use pager::ledger::{Ledger, Owner};
 use units::{PAGE_BYTES, Size};
 
+use crate::memory::HostMemory;
 use crate::pressure::{self, Source};
 
 /// Value of `--local`.
@@ -48,13 +49,9 @@ impl FromStr for LocalBound {
 #[derive(clap::Args, Clone, Debug)]
 pub struct LocalOptions {
     /// Anonymous memory that all processes of the run together may keep resident on this machine;
-    /// MIN..MAX: between these sizes, less while memory is short (see granary local)
-    #[arg(
-        long,
-        value_name = "SIZE|MIN..MAX",
-        required_unless_present = "local_each",
-        conflicts_with = "local_each"
-    )]
+    /// MIN..MAX: between these sizes, less while memory is short (see granary local) [default: a
+    /// quarter of the memory that this machine or control group has available]
+    #[arg(long, value_name = "SIZE|MIN..MAX", conflicts_with = "local_each")]
     local: Option<LocalBound>,
 
     /// Anonymous memory that each process may keep resident on this machine, instead of --local
@@ -68,10 +65,29 @@ pub struct LocalOptions {
 }
 
 impl LocalOptions {
+    /// Sets the default bound where the command line has none, and prints it to standard error.
+    ///
+    /// # Errors
+    /// The command line has no bound, and the kernel does not report the available memory.
+    pub fn or_default(mut self, memory: HostMemory) -> anyhow::Result<Self> {
+        if self.local.is_none() && self.local_each.is_none() {
+            let size = default_bound(memory).context(
+                "choose the memory that stays on this machine: /proc/meminfo is not readable; set \
+                 it with --local SIZE, e.g. --local 256MiB",
+            )?;
+            eprintln!(
+                "granary run: --local {size}, a quarter of the available memory; set another bound \
+                 with --local SIZE"
+            );
+            self.local = Some(LocalBound { min: size, max: size });
+        }
+        Ok(self)
+    }
+
     /// Returns the greatest bound: of the run, or of each process.
     pub fn size(&self) -> Size {
         let max = self.local.map(|local| local.max);
-        max.or(self.local_each).expect("clap requires one of both options")
+        max.or(self.local_each).expect("or_default sets one of both options")
     }
 
     /// Returns true if the processes share the bound.
@@ -110,6 +126,12 @@ impl LocalOptions {
         })?;
         Ok(Some(Follow { source, range: (local.min.bytes(), local.max.bytes()) }))
     }
+}
+
+/// Returns a quarter of the available memory, in whole MiB.
+fn default_bound(memory: HostMemory) -> Option<Size> {
+    let quarter = memory.available? / 4;
+    Some(Size((quarter >> 20 << 20).max(pager::config::LOCAL_BYTES_MIN)))
 }
 
 /// A range, and the pressure that moves the bound in it.
@@ -196,6 +218,15 @@ mod tests {
         for wrong in ["", "..", "64MiB..", "..64MiB", "64MiB..16MiB", "64MiB..64MiB", "x..64MiB"] {
             assert!(wrong.parse::<LocalBound>().is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn default_bound_is_a_quarter_of_the_available_memory() {
+        let with = |available| HostMemory { total: None, available };
+        assert_eq!(default_bound(with(Some((1 << 30) + 5))), Some(Size(256 << 20)));
+        let least = Size(pager::config::LOCAL_BYTES_MIN);
+        assert_eq!(default_bound(with(Some(1 << 20))), Some(least));
+        assert_eq!(default_bound(with(None)), None);
     }
 
     #[test]

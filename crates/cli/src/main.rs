@@ -33,6 +33,7 @@ use std::io;
 use std::process::ExitCode;
 
 use clap::Parser;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 /// Disaggregated memory: a memory pool on other machines for unmodified programs.
 #[derive(Parser, Debug)]
@@ -57,7 +58,8 @@ Exit codes: 0 success, 1 failure, 2 wrong command line.";
 struct UsageError(String, &'static str);
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    signals::report_file_size_limit();
+    let cli = Cli::try_parse().unwrap_or_else(|error| refuse(&error));
     match cli.command.run() {
         Ok(code) => code,
         // The reader of a pipe closed it, as in `granary bench … | head`: not a failure.
@@ -67,6 +69,34 @@ fn main() -> ExitCode {
             ExitCode::from(if error.is::<UsageError>() { 2 } else { 1 })
         }
     }
+}
+
+/// Prints an error of the command line with its hint, or the help, and exits.
+fn refuse(error: &clap::Error) -> ! {
+    // A closed standard error leaves only the exit code.
+    let _ = error.print();
+    let words: Vec<String> =
+        std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
+    if let Some(hint) = separator_hint(error, &words) {
+        eprintln!("\n{hint}");
+    }
+    std::process::exit(error.exit_code())
+}
+
+/// Returns the corrected command line if `granary run` has no `--` before its program.
+fn separator_hint(error: &clap::Error, words: &[String]) -> Option<String> {
+    if error.kind() != ErrorKind::UnknownArgument || words.get(1)? != "run" {
+        return None;
+    }
+    let Some(ContextValue::String(program)) = error.get(ContextKind::InvalidArg) else {
+        return None;
+    };
+    let at = words.iter().position(|word| word == program)?;
+    if program.starts_with('-') || words[..at].iter().any(|word| word == "--") {
+        return None;
+    }
+    let (options, program) = (words[1..at].join(" "), words[at..].join(" "));
+    Some(format!("Write -- before the program: granary {options} -- {program}"))
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
@@ -132,6 +162,20 @@ mod tests {
         assert_eq!(error.exit_code(), 2);
         let text = error.to_string();
         assert!(text.contains("\"parsecs\" is not a unit") && text.contains("512MiB"), "{text}");
+    }
+
+    #[test]
+    fn missing_separator_is_named_with_the_corrected_line() {
+        let hint = |line: &str| {
+            let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+            separator_hint(&parse(line).unwrap_err(), &words)
+        };
+        let expected = "Write -- before the program: granary run --local 8MiB -- sort -S 1G x";
+        assert_eq!(hint("granary run --local 8MiB sort -S 1G x").as_deref(), Some(expected));
+        let expected = "Write -- before the program: granary run -- sort x";
+        assert_eq!(hint("granary run sort x").as_deref(), Some(expected));
+        assert_eq!(hint("granary run --frobnicate -- sort x"), None);
+        assert_eq!(hint("granary serve sort"), None);
     }
 
     #[test]

@@ -3,6 +3,25 @@
 use std::io;
 use std::time::Duration;
 
+/// Makes a file beyond RLIMIT_FSIZE (`ulimit -f`) an error of the call instead of a fatal SIGXFSZ.
+///
+/// A handler that does nothing, because a program that this process starts would inherit an ignored
+/// signal, and an exec resets a handler. A caller's own disposition stays.
+pub fn report_file_size_limit() {
+    extern "C" fn nothing(_: libc::c_int) {}
+    // SAFETY: all zeros is a value of sigaction; both pointers are to live values; the handler does
+    // nothing, so it may run at any point.
+    unsafe {
+        let mut found: libc::sigaction = std::mem::zeroed();
+        let done = libc::sigaction(libc::SIGXFSZ, std::ptr::null(), &mut found);
+        if done == 0 && found.sa_sigaction == libc::SIG_DFL {
+            found.sa_sigaction = nothing as *const () as usize;
+            found.sa_flags = libc::SA_RESTART;
+            libc::sigaction(libc::SIGXFSZ, &found, std::ptr::null_mut());
+        }
+    }
+}
+
 /// A set of blocked signals, which stay pending until [`Signals::wait`] takes one.
 pub struct Signals(libc::sigset_t);
 

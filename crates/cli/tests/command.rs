@@ -23,7 +23,7 @@ fn stderr(output: &Output) -> String {
 fn wrong_command_line_exits_with_2_and_a_reason() {
     for (arguments, why) in [
         (&["frobnicate"][..], "unrecognized subcommand"),
-        (&["run", "--", "true"], "--local"),
+        (&["run", "true"], "Write -- before the program: granary run -- true"),
         (&["run", "--local", "1x", "--", "true"], "\"x\" is not a unit"),
         (&["serve", "--memory", "1MB"], "use e.g. 1MiB"),
         (
@@ -139,6 +139,16 @@ fn failure_exits_with_1_and_one_line() {
 
 const ACCESS: [&str; 8] =
     ["bench", "access", "--sizes", "8,4KiB", "--in-flight", "1,4", "--seconds", "0.01"];
+
+#[test]
+fn file_size_limit_is_named_instead_of_a_signal() {
+    let granary = env!("CARGO_BIN_EXE_granary");
+    let script = format!("ulimit -f 100; exec '{granary}' run --local 8MiB -- true");
+    let output = Command::new("sh").arg("-c").arg(script).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let text = stderr(&output);
+    assert!(text.contains("File too large") && !text.contains("SIGXFSZ"), "{text}");
+}
 
 #[test]
 fn json_output_has_records_only() {

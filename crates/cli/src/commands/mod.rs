@@ -25,6 +25,7 @@ pub enum Command {
     Status(status::Status),
     Local(local::Local),
     Kv(kv::Kv),
+    Nic(nic::Nic),
     #[command(subcommand)]
     Bench(bench::Bench),
     #[command(subcommand)]
@@ -33,8 +34,6 @@ pub enum Command {
     Man(man::Manual),
     #[command(hide = true)]
     Assist(assist::Assist),
-    #[command(hide = true)]
-    Nic(nic::Nic),
     #[command(subcommand, hide = true)]
     Worker(worker::Worker),
 }

@@ -21,6 +21,7 @@ use crate::UsageError;
 use crate::assist::AssistProcess;
 use crate::bound::{BoundKeeper, LocalOptions};
 use crate::log::{Log, LogLevel};
+use crate::memory::HostMemory;
 use crate::metrics_page::MetricsPage;
 use crate::nic::NicProcess;
 use crate::node::{self, NodeProcess};
@@ -196,8 +197,9 @@ Examples:
   granary run --local 64MiB --pool roce://memory-1 --token-file ~/granary.token -- make -j4";
 
 impl Run {
-    pub fn run(self) -> anyhow::Result<ExitCode> {
+    pub fn run(mut self) -> anyhow::Result<ExitCode> {
         self.donation.check(self.scheme, "run")?;
+        self.local = self.local.or_default(HostMemory::read())?;
         let follow = self.local.follow()?;
         let log = self.log.start(LogLevel::Error);
         let (program, arguments) = self.program.split_first().expect("clap requires a program");
