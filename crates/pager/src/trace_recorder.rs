@@ -10,7 +10,7 @@
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -44,9 +44,8 @@ unsafe impl Sync for Recorder {}
 impl Recorder {
     /// Creates the file `prefix.PID`, or empties it.
     pub fn create(prefix: &Path, pages: u32) -> io::Result<Self> {
-        let mut options = OpenOptions::new();
-        let file = options.read(true).write(true).create(true).truncate(true);
-        let file = file.open(with_suffix(prefix, std::process::id()))?;
+        let file = open_trace(&with_suffix(prefix, std::process::id()), true)?;
+        file.set_len(0)?;
         let name = sys::program_name();
         let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
         let header = Header {
@@ -119,6 +118,26 @@ impl Recorder {
     }
 }
 
+/// Opens a regular file, and with `create` one of this process's user. Follows no link, and waits
+/// for no FIFO.
+///
+/// Because a trace's name is predictable, another user can create it first in a shared directory.
+/// Without `create` the owner may be another user, to which a process of the run has changed.
+fn open_trace(path: &Path, create: bool) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    let options = options.read(true).write(true).create(create);
+    let file = options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
+    let found = file.metadata()?;
+    // SAFETY: has no preconditions.
+    if !found.is_file() || (create && found.uid() != unsafe { libc::geteuid() }) {
+        return Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            "not a regular file of this user: remove it, or name another file",
+        ));
+    }
+    Ok(file)
+}
+
 /// Returns the path of a process's trace.
 fn with_suffix(prefix: &Path, process: u32) -> PathBuf {
     let mut path = prefix.as_os_str().to_owned();
@@ -134,7 +153,7 @@ pub(crate) fn finish(prefix: &Path, processes: &[u32]) -> Result<Vec<PathBuf>, T
     for process in processes {
         let path = with_suffix(prefix, *process);
         let failed = |source| TraceError::Read { path: path.display().to_string(), source };
-        let file = match OpenOptions::new().read(true).write(true).open(&path) {
+        let file = match open_trace(&path, false) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             Err(error) => return Err(failed(error)),
@@ -199,6 +218,26 @@ mod tests {
         let bytes = fs::metadata(&prefix).unwrap().len();
         assert_eq!(bytes, (HEADER_BYTES + events * EVENT_BYTES) as u64);
         assert_eq!(Trace::read(&prefix).unwrap(), trace);
+        fs::remove_dir_all(&directory).unwrap();
+    }
+
+    #[test]
+    fn links_and_fifos_in_place_of_a_trace_are_refused() {
+        let directory = std::env::temp_dir().join(format!("granary-link-{}", std::process::id()));
+        fs::create_dir_all(&directory).unwrap();
+        let victim = directory.join("victim");
+        fs::write(&victim, "content").unwrap();
+        let prefix = directory.join("trace");
+        let trace = with_suffix(&prefix, std::process::id());
+        std::os::unix::fs::symlink(&victim, &trace).unwrap();
+        Recorder::create(&prefix, 10).unwrap_err();
+        assert_eq!(fs::read(&victim).unwrap(), b"content");
+        fs::remove_file(&trace).unwrap();
+        let name = std::ffi::CString::new(trace.as_os_str().as_encoded_bytes()).unwrap();
+        // SAFETY: the name is a C string.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        Recorder::create(&prefix, 10).unwrap_err();
+        finish(&prefix, &[std::process::id()]).unwrap_err();
         fs::remove_dir_all(&directory).unwrap();
     }
 
