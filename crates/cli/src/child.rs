@@ -2,6 +2,7 @@
 //! process.
 
 use std::io::{self, BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -41,13 +42,14 @@ fn signal_with_parent(command: &mut Command, signal: Signal) -> &mut Command {
 
 /// Time after which a child that was asked to end is killed.
 ///
-/// A child that is stopped (SIGSTOP) or that hangs does not react. A memory node that holds 64 GiB
-/// needs less time until it exits: the kernel frees the memory after SIGKILL too.
+/// A child that is stopped (SIGSTOP) or that hangs does not react.
 const END: Duration = Duration::from_secs(10);
 
 /// A child process that prints one JSON object per line. Dropping it ends the process and waits.
 pub struct ChildProcess {
     child: Child,
+    /// Refers to the child even after it was reaped, when its process id may be another process's.
+    pidfd: OwnedFd,
     /// Pipe to a worker's standard input; the worker ends when the pipe is closed. Servers have
     /// none: they end at SIGTERM.
     input: Option<ChildStdin>,
@@ -76,11 +78,20 @@ impl ChildProcess {
 
     fn spawn(command: &mut Command, end: Signal) -> io::Result<Self> {
         let mut child = signal_with_parent(command.stdout(Stdio::piped()), end).spawn()?;
+        let pidfd = match pidfd_open(Pid::from_child(&child), PidfdFlags::empty()) {
+            Ok(pidfd) => pidfd,
+            Err(error) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                return Err(error.into());
+            }
+        };
         let output = BufReader::new(child.stdout.take().expect("its output is a pipe"));
-        Ok(Self { input: child.stdin.take(), child, output, end })
+        Ok(Self { input: child.stdin.take(), child, pidfd, output, end })
     }
 
-    /// Returns the process id, which stays valid until this value is dropped.
+    /// Returns the process id. It stays valid until the child is reaped: when this value is dropped,
+    /// or when [`read_line`](Self::read_line) reports that the child has ended.
     pub fn pid(&self) -> Pid {
         Pid::from_child(&self.child)
     }
@@ -88,8 +99,8 @@ impl ChildProcess {
     /// Asks the child to end, kills it after `time`, and reaps it.
     fn end(&mut self, time: Duration) {
         if self.input.take().is_none() {
-            // No effect on a child that has ended: its process id stays valid until `wait`.
-            let _ = kill_process(self.pid(), self.end);
+            // No effect on a child that has ended.
+            let _ = pidfd_send_signal(&self.pidfd, self.end);
         }
         if !self.has_ended_within(time) {
             let pid = self.child.id();
@@ -105,13 +116,11 @@ impl ChildProcess {
 
     /// Waits until the child has ended, without reaping it. Returns false after `time`.
     fn has_ended_within(&self, time: Duration) -> bool {
-        // Only a lack of descriptors or an old kernel prevents this; then the child is killed.
-        let Ok(pidfd) = pidfd_open(self.pid(), PidfdFlags::empty()) else { return false };
         let deadline = Instant::now() + time;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             let left = left.try_into().expect("a few seconds fit");
-            match poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&left)) {
+            match poll(&mut [PollFd::new(&self.pidfd, PollFlags::IN)], Some(&left)) {
                 Ok(ready) => return ready > 0,
                 Err(Errno::INTR) => {}
                 Err(_) => return false,
@@ -224,6 +233,15 @@ mod tests {
         .unwrap();
         server.end(Duration::from_millis(1));
         assert_eq!(server.child.try_wait().unwrap().unwrap().signal(), Some(libc::SIGKILL));
+    }
+
+    #[test]
+    fn child_that_was_reaped_is_known_to_have_ended() {
+        let mut command = Command::new("sh");
+        let mut server = ChildProcess::spawn_server(command.args(["-c", "exit 3"])).unwrap();
+        let error = server.read_line::<u32>().unwrap_err();
+        assert!(error.to_string().contains("exit status: 3"), "{error}");
+        assert!(server.has_ended_within(Duration::ZERO));
     }
 
     #[test]
