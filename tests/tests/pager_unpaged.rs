@@ -102,6 +102,30 @@ fn memory_of_a_forked_child_is_reported_without_stats() {
     );
 }
 
+/// More mappings at addresses of the program's choice than the pager has tables for.
+#[test]
+fn mappings_without_room_are_reported() {
+    const SOURCE: &str = "
+        #include \"check.h\"
+        #include <sys/mman.h>
+        int main(void) {
+            for (long i = 0; i < 4500; i++) {
+                char *wanted = (char *)0x200000000000 + (i << 20);
+                int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE;
+                char *at = mmap(wanted, 64 << 10, PROT_READ | PROT_WRITE, flags, -1, 0);
+                CHECK(at == wanted);
+                at[0] = 1;
+            }
+            return 0;
+        }";
+    let site = Site::new(NodeKind::Private, "unpaged-extents", LOCAL, "256MiB");
+    let program = site.scratch.compile("extents", SOURCE);
+    let outcome = site.run(program.to_str().unwrap(), &[]).outcome;
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    let line = outcome.stderr.lines().find(|line| line.contains("in total are not paged"));
+    assert!(line.is_some_and(|line| line.starts_with("granary: 4")), "{}", outcome.stderr);
+}
+
 /// Asserts that a kind of memory is paged: the program stays within the limit, and nothing is
 /// reported.
 fn is_paged(kind: &str) {

@@ -28,6 +28,8 @@ pub struct RunSummary {
     pub local_peak_bytes: u64,
     /// Paged processes: the program and its descendants.
     pub processes: u64,
+    /// Processes that ran without the pool, such as static programs. Set by `granary run`.
+    pub processes_without_pool: u64,
     /// Page faults that the pager resolved.
     pub faults: u64,
     /// Mean time of a fault; `None` without faults.
@@ -154,6 +156,7 @@ impl RunSummary {
             local_given_peak_bytes: None,
             local_peak_bytes: child::peak_bytes_of_ended(),
             processes: paged.processes(),
+            processes_without_pool: 0,
             faults: paged.faults(),
             fault_mean_us: if_faulted(paged.fault_us_mean()),
             fault_p99_us: if_faulted(paged.fault_us(0.99)),

@@ -20,13 +20,14 @@
 //! | `GRANARY_POLICY` | the pages that are evicted first (default `contest`): see [`crate::policy`] |
 //! | `GRANARY_TIER` | bytes of the process's own tier, with scheme `tdmem` (default 0) |
 //! | `GRANARY_TRIM` | `1`: sparse chunks are compacted at any time, and not only in a full pool |
+//! | `GRANARY_UNPAGED` | `1`: the process and those that it starts are not paged; not set by `granary run` |
 //! | `GRANARY_FAULT_TIMES` | file that tells `granary run` how frequent faults are (`awake`) |
 //!
 //! `granary run` reads `GRANARY_PAGES`, `GRANARY_PATHS`, `GRANARY_POLICY`, `GRANARY_SEAL` and
 //! `GRANARY_HIDE` from its own environment ([`Config::read_choices`]).
 //!
-//! Programs that a paged program starts inherit these variables and `LD_PRELOAD`. So they are paged
-//! too.
+//! Programs that a paged program starts inherit these variables and `LD_PRELOAD`, or get them from
+//! the preload library if they are given an environment without them. So they are paged too.
 
 use std::path::PathBuf;
 

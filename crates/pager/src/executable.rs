@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 /// Kind of an executable file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Has a dynamic linker, which loads the preload library.
+    /// Has a dynamic linker, which loads the preload library, or is one.
     Dynamic,
     /// Has no dynamic linker.
     Static,
@@ -16,6 +16,30 @@ pub enum Kind {
     GoWithoutLibc,
     /// For another machine.
     Foreign,
+    /// Has musl's dynamic linker, which cannot load a library for glibc.
+    Musl,
+    /// Needs the library of AddressSanitizer or ThreadSanitizer. This library must be the first
+    /// one, and serves `malloc` itself.
+    Sanitizer,
+}
+
+impl Kind {
+    /// Returns the reason why the pager cannot serve a program of this kind, after "it is".
+    pub fn obstacle(self) -> Option<&'static str> {
+        match self {
+            Self::Dynamic => None,
+            Self::Static => Some("linked statically"),
+            Self::GoWithoutLibc => Some("a Go program without cgo"),
+            Self::Foreign => Some("built for another kind of machine"),
+            Self::Musl => Some("linked to musl"),
+            Self::Sanitizer => Some("built with a sanitizer"),
+        }
+    }
+
+    /// Returns false if the program does not run with the preload library in `LD_PRELOAD`.
+    pub fn runs_with_library(self) -> bool {
+        !matches!(self, Self::Musl | Self::Sanitizer)
+    }
 }
 
 const PT_LOAD: u32 = 1;
@@ -24,11 +48,15 @@ const PT_INTERP: u32 = 3;
 const PT_NOTE: u32 = 4;
 const DT_NEEDED: u64 = 1;
 const DT_STRTAB: u64 = 5;
+const DT_SONAME: u64 = 14;
 
-/// Most bytes that are read of a part of a file, against damaged files.
-const PART_MAX: u64 = 1 << 20;
+/// Most entries of a table that are read, against damaged files.
+const ENTRIES_MAX: u64 = 4096;
+/// Most bytes of a name that are compared.
+const NAME_BYTES: usize = 64;
 
 /// A program header.
+#[derive(Clone, Copy)]
 struct Segment {
     kind: u32,
     offset: u64,
@@ -48,95 +76,162 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"))
 }
 
-/// Reads at most `bytes` bytes at an offset; fewer at the end of the file, and none behind it.
-fn read_part(file: &impl FileExt, offset: u64, bytes: u64) -> io::Result<Vec<u8>> {
-    const LAST: u64 = i64::MAX as u64 - PART_MAX;
-    if offset > LAST {
-        return Ok(Vec::new());
-    }
-    let mut part = vec![0; bytes.min(PART_MAX) as usize];
+/// Reads bytes at an offset and returns their number: fewer at the end of the file, and none behind
+/// it.
+fn read_part(file: &impl FileExt, offset: u64, part: &mut [u8]) -> io::Result<usize> {
+    const LAST: u64 = i64::MAX as u64 - 4096;
     let mut filled = 0;
-    while filled < part.len() {
+    while filled < part.len() && offset <= LAST {
         match file.read_at(&mut part[filled..], offset + filled as u64)? {
             0 => break,
             got => filled += got,
         }
     }
-    part.truncate(filled);
-    Ok(part)
+    Ok(filled)
+}
+
+/// Reads `N` bytes at an offset; `None` if the file ends before.
+fn record<const N: usize>(file: &impl FileExt, offset: u64) -> io::Result<Option<[u8; N]>> {
+    let mut record = [0; N];
+    Ok((read_part(file, offset, &mut record)? == N).then_some(record))
 }
 
 /// Returns the kind of an executable; `None` if the file is not in the ELF format.
 ///
+/// Does not allocate: the preload library calls this function in a child of `vfork`.
+///
 /// # Errors
 /// Errors of reading the file.
 pub fn kind_of(file: &impl FileExt) -> io::Result<Option<Kind>> {
-    let head = read_part(file, 0, 64)?;
-    if head.len() < 64 || !head.starts_with(b"\x7fELF") {
+    let Some(head) = record::<64>(file, 0)?.filter(|head| head.starts_with(b"\x7fELF")) else {
         return Ok(None);
-    }
+    };
     let ours = if cfg!(target_arch = "x86_64") { 62 } else { 183 };
     if head[4] != 2 || head[5] != 1 || u16_at(&head, 18) != ours {
         return Ok(Some(Kind::Foreign));
     }
-    let (size, count) = (u16_at(&head, 54), u16_at(&head, 56));
-    let table = read_part(file, u64_at(&head, 32), size * count)?;
-    let segments: Vec<Segment> = table
-        .chunks_exact(size.max(56) as usize)
-        .map(|header| Segment {
-            kind: u32_at(header, 0),
-            offset: u64_at(header, 8),
-            address: u64_at(header, 16),
-            bytes: u64_at(header, 32),
-        })
-        .collect();
-    if !segments.iter().any(|segment| segment.kind == PT_INTERP) {
-        return Ok(Some(Kind::Static));
+    let elf =
+        Elf { file, table: u64_at(&head, 32), size: u16_at(&head, 54), count: u16_at(&head, 56) };
+    let Some(interpreter) = elf.segment(|segment| segment.kind == PT_INTERP)? else {
+        // A dynamic linker is a library without a dynamic linker of its own.
+        let is_linker = elf.has_name(DT_SONAME, &[b"ld-linux"])?;
+        return Ok(Some(if is_linker { Kind::Dynamic } else { Kind::Static }));
+    };
+    let mut path = [0; NAME_BYTES];
+    let len = (interpreter.bytes as usize).min(path.len());
+    let got = read_part(file, interpreter.offset, &mut path[..len])?;
+    let is_musl = path[..got].rsplit(|&byte| byte == b'/').next();
+    if is_musl.is_some_and(|name| name.starts_with(b"ld-musl-")) {
+        return Ok(Some(Kind::Musl));
     }
-    let without_libc = is_go(file, &segments)? && !needs_libc(file, &segments)?;
+    if elf.has_name(DT_NEEDED, SANITIZERS)? {
+        return Ok(Some(Kind::Sanitizer));
+    }
+    let without_libc = elf.is_go()? && !elf.has_name(DT_NEEDED, &[b"libc.so"])?;
     Ok(Some(if without_libc { Kind::GoWithoutLibc } else { Kind::Dynamic }))
 }
 
-/// Returns true if the file has Go's note with the id of the build.
-fn is_go(file: &impl FileExt, segments: &[Segment]) -> io::Result<bool> {
-    const BUILD_ID: u32 = 4;
-    for segment in segments.iter().filter(|segment| segment.kind == PT_NOTE) {
-        let notes = read_part(file, segment.offset, segment.bytes)?;
-        let mut at = 0usize;
-        // A note: bytes of its name, bytes of its content, kind; then both, padded to 4 bytes.
-        while at + 12 <= notes.len() {
-            let (name, content) = (u32_at(&notes, at) as usize, u32_at(&notes, at + 4) as usize);
-            if u32_at(&notes, at + 8) == BUILD_ID && notes[at + 12..].starts_with(b"Go\0\0") {
-                return Ok(true);
-            }
-            at += 12 + name.next_multiple_of(4) + content.next_multiple_of(4);
-        }
-    }
-    Ok(false)
+/// Beginnings of the names of the libraries of sanitizers that serve `malloc` and must come first,
+/// of GCC and of Clang. LeakSanitizer's comes behind the preload library.
+const SANITIZERS: &[&[u8]] = &[
+    b"libasan.so",
+    b"libhwasan.so",
+    b"libtsan.so",
+    b"libclang_rt.asan",
+    b"libclang_rt.hwasan",
+    b"libclang_rt.tsan",
+];
+
+/// An ELF file of 64 bits, with the place of its program headers.
+struct Elf<'a, F> {
+    file: &'a F,
+    table: u64,
+    size: u64,
+    count: u64,
 }
 
-/// Returns true if the dynamic linker must load libc for the file.
-fn needs_libc(file: &impl FileExt, segments: &[Segment]) -> io::Result<bool> {
-    let Some(dynamic) = segments.iter().find(|segment| segment.kind == PT_DYNAMIC) else {
-        return Ok(false);
-    };
-    let entries = read_part(file, dynamic.offset, dynamic.bytes)?;
-    let entries: Vec<(u64, u64)> =
-        entries.chunks_exact(16).map(|entry| (u64_at(entry, 0), u64_at(entry, 8))).collect();
-    let Some(&(_, strings)) = entries.iter().find(|(tag, _)| *tag == DT_STRTAB) else {
-        return Ok(false);
-    };
-    let holds = |segment: &&Segment| {
-        segment.kind == PT_LOAD && strings.wrapping_sub(segment.address) < segment.bytes
-    };
-    let Some(load) = segments.iter().find(holds) else { return Ok(false) };
-    let strings = load.offset.saturating_add(strings - load.address);
-    for (_, name) in entries.iter().filter(|(tag, _)| *tag == DT_NEEDED) {
-        if read_part(file, strings.saturating_add(*name), 8)?.starts_with(b"libc.so") {
-            return Ok(true);
-        }
+impl<F: FileExt> Elf<'_, F> {
+    fn segment_at(&self, index: u64) -> io::Result<Option<Segment>> {
+        let offset = self.table.saturating_add(index * self.size.max(56));
+        Ok(record::<56>(self.file, offset)?.map(|header| Segment {
+            kind: u32_at(&header, 0),
+            offset: u64_at(&header, 8),
+            address: u64_at(&header, 16),
+            bytes: u64_at(&header, 32),
+        }))
     }
-    Ok(false)
+
+    /// Returns the first segment for which `holds` is true.
+    fn segment(&self, holds: impl Fn(&Segment) -> bool) -> io::Result<Option<Segment>> {
+        for index in 0..self.count.min(ENTRIES_MAX) {
+            match self.segment_at(index)? {
+                Some(segment) if holds(&segment) => return Ok(Some(segment)),
+                Some(_) => {}
+                None => break,
+            }
+        }
+        Ok(None)
+    }
+
+    /// Returns true if the file has Go's note with the id of the build.
+    fn is_go(&self) -> io::Result<bool> {
+        const BUILD_ID: u32 = 4;
+        for index in 0..self.count.min(ENTRIES_MAX) {
+            let Some(notes) = self.segment_at(index)? else { break };
+            let (mut at, mut left) = (0u64, ENTRIES_MAX);
+            // A note: bytes of its name, bytes of its content, kind; then both, padded to 4 bytes.
+            while notes.kind == PT_NOTE && at + 16 <= notes.bytes && left > 0 {
+                let offset = notes.offset.saturating_add(at);
+                let Some(note) = record::<16>(self.file, offset)? else { break };
+                if u32_at(&note, 8) == BUILD_ID && note.ends_with(b"Go\0\0") {
+                    return Ok(true);
+                }
+                let padded = |bytes: u32| u64::from(bytes).next_multiple_of(4);
+                at += 12 + padded(u32_at(&note, 0)) + padded(u32_at(&note, 4));
+                left -= 1;
+            }
+        }
+        Ok(false)
+    }
+
+    /// Returns true if the dynamic section has a name with one of these beginnings under a tag.
+    fn has_name(&self, tag: u64, beginnings: &[&[u8]]) -> io::Result<bool> {
+        let Some(dynamic) = self.segment(|segment| segment.kind == PT_DYNAMIC)? else {
+            return Ok(false);
+        };
+        let entry = |index: u64| -> io::Result<Option<(u64, u64)>> {
+            let is_in = index < ENTRIES_MAX && (index + 1) * 16 <= dynamic.bytes;
+            let offset = dynamic.offset.saturating_add(index * 16);
+            let entry = if is_in { record::<16>(self.file, offset)? } else { None };
+            let entry = entry.map(|entry| (u64_at(&entry, 0), u64_at(&entry, 8)));
+            Ok(entry.filter(|(tag, _)| *tag != 0))
+        };
+        let mut strings = None;
+        for index in 0.. {
+            match entry(index)? {
+                Some((DT_STRTAB, address)) => strings = Some(address),
+                Some(_) => {}
+                None => break,
+            }
+        }
+        let Some(strings) = strings else { return Ok(false) };
+        let load = self.segment(|segment| {
+            segment.kind == PT_LOAD && strings.wrapping_sub(segment.address) < segment.bytes
+        })?;
+        let Some(load) = load else { return Ok(false) };
+        let strings = load.offset.saturating_add(strings - load.address);
+        for index in 0.. {
+            let Some((found, name)) = entry(index)? else { break };
+            let mut text = [0; NAME_BYTES];
+            if found == tag {
+                read_part(self.file, strings.saturating_add(name), &mut text)?;
+            }
+            if found == tag && beginnings.iter().any(|beginning| text.starts_with(beginning)) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
 }
 
 #[cfg(test)]

@@ -46,6 +46,7 @@ pub mod credentials;
 pub mod descriptor;
 mod direct_transport;
 pub mod errno;
+pub mod execs;
 pub mod executable;
 pub mod extent;
 mod extent_mapping;

@@ -7,7 +7,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
@@ -15,6 +15,7 @@ use std::process::{Command, ExitStatus};
 use crate::Error;
 use crate::awake::AwakeThread;
 use crate::config::Config;
+use crate::execs::{Execs, Reason, WithoutPool};
 use crate::executable::{Kind, kind_of};
 use crate::reaper;
 pub use crate::run_directory::RunDirectory;
@@ -26,6 +27,9 @@ use crate::uffd::{Features, Uffd};
 /// File name of the preload library.
 pub const LIBRARY: &str = "libgranary_preload.so";
 
+/// Variable with which man-db installs no seccomp filter.
+const MAN_FILTER: &str = "MAN_DISABLE_SECCOMP";
+
 /// Result of a paged program.
 #[derive(Debug)]
 pub struct Ended {
@@ -33,6 +37,8 @@ pub struct Ended {
     pub status: ExitStatus,
     /// Counters of the program and of all processes that it started.
     pub summary: Summary,
+    /// Processes that ran without the pool.
+    pub without_pool: WithoutPool,
     /// Fault traces of the processes, if `config.trace` asked for them.
     pub traces: Vec<PathBuf>,
 }
@@ -68,9 +74,12 @@ pub fn run_in(
 ) -> Result<Ended, Error> {
     config.check()?;
     let library = find_library()?;
+    let mut with_library = true;
     match check_program(program) {
-        Err(Error::Unpaged { program, why }) if config.allow_unpaged => {
-            sys::say(&format!("{program} runs with unpaged memory (--allow-unpaged): {why}"));
+        Err(Error::Unpaged { program: named, why }) if config.allow_unpaged => {
+            sys::say(&format!("{named} runs with unpaged memory (--allow-unpaged): {why}"));
+            let kind = kind_of(&resolve(program)?.1).ok().flatten();
+            with_library = kind.is_none_or(Kind::runs_with_library);
         }
         checked => checked?,
     }
@@ -85,15 +94,23 @@ pub fn run_in(
     };
     let mut command = Command::new(program);
     command.args(arguments).envs(config.to_environment());
-    command.env("LD_PRELOAD", preload(&library, std::env::var_os("LD_PRELOAD")));
+    command.env_remove("GRANARY_UNPAGED");
+    // The filters of `man` refuse sockets, without which its processes cannot be paged nor fork.
+    if std::env::var_os(MAN_FILTER).is_none() {
+        command.env(MAN_FILTER, "1");
+    }
+    if with_library {
+        command.env("LD_PRELOAD", preload(&library, std::env::var_os("LD_PRELOAD")));
+    }
     let status = reaper::run_to_end(&mut command, config.ends_daemons)
         .map_err(|source| Error::System { what: format!("run {}", program.display()), source })?;
     let summary = Summary::read(directory.memory());
+    let without_pool = Execs::of(directory.memory()).without_pool();
     let traces = match &config.trace {
         Some(prefix) => trace_recorder::finish(prefix, &directory.processes())?,
         None => Vec::new(),
     };
-    Ok(Ended { status, summary, traces })
+    Ok(Ended { status, summary, without_pool, traces })
 }
 
 /// Builds the value of `LD_PRELOAD`: the preload library first, then the libraries of `before`.
@@ -148,12 +165,11 @@ fn find_program(program: &OsStr) -> Result<PathBuf, Error> {
         .ok_or_else(|| fail("not found in PATH"))
 }
 
-/// Checks that the program's memory can be paged. Follows `#!` to the interpreter.
+/// Finds the executable that runs a program: the program, or the interpreter of its `#!` line.
 ///
 /// # Errors
-/// [`Error::Program`] if the program is missing, unreadable, or built for another kind of machine;
-/// [`Error::Unpaged`] if it is linked statically, or a Go program that bypasses libc.
-pub fn check_program(program: &OsStr) -> Result<(), Error> {
+/// [`Error::Program`] if the program is missing or unreadable.
+fn resolve(program: &OsStr) -> Result<(PathBuf, File), Error> {
     let mut path = find_program(program)?;
     let fail = |why: String| Error::Program { program: program.display().to_string(), why };
     for _ in 0..5 {
@@ -162,38 +178,98 @@ pub fn check_program(program: &OsStr) -> Result<(), Error> {
         let file = File::open(&path).map_err(unreadable)?;
         let mut head = Vec::new();
         (&file).take(4096).read_to_end(&mut head).map_err(unreadable)?;
-        if let Some(line) = head.strip_prefix(b"#!") {
-            let line = line.split(|&byte| byte == b'\n').next().unwrap_or(line);
-            let line = String::from_utf8_lossy(line);
-            let mut words = line.split_whitespace();
-            let interpreter = words.next().unwrap_or_default().to_string();
-            // `#!/usr/bin/env NAME` runs NAME.
-            let named = words.find(|word| !word.starts_with('-') && !word.contains('='));
-            path = match named {
-                Some(name) if interpreter.ends_with("/env") => find_program(OsStr::new(name))?,
-                _ => find_program(OsStr::new(&interpreter))?,
-            };
-            continue;
-        }
-        let unpaged = |why: String| Error::Unpaged { program: program.display().to_string(), why };
-        let path = path.display();
-        return match kind_of(&file).map_err(unreadable)? {
-            Some(Kind::Dynamic) => Ok(()),
-            Some(Kind::Static) => Err(unpaged(format!(
-                "{path} is linked statically, so the preload library cannot be loaded into it; use \
-                 a dynamically linked build"
-            ))),
-            Some(Kind::GoWithoutLibc) => Err(unpaged(format!(
-                "{path} is a Go program without cgo, whose runtime maps its memory by raw system \
-                 calls; build it with CGO_ENABLED=1 and a package that uses cgo, such as net"
-            ))),
-            Some(Kind::Foreign) => {
-                Err(fail(format!("{path} is built for another kind of machine")))
-            }
-            None => Err(fail(format!("{path} is neither a program nor a script"))),
+        let Some(line) = head.strip_prefix(b"#!") else { return Ok((path, file)) };
+        let line = line.split(|&byte| byte == b'\n').next().unwrap_or(line);
+        let line = String::from_utf8_lossy(line);
+        let mut words = line.split_whitespace();
+        let interpreter = words.next().unwrap_or_default().to_string();
+        // `#!/usr/bin/env NAME` runs NAME.
+        let named = words.find(|word| !word.starts_with('-') && !word.contains('='));
+        path = match named {
+            Some(name) if interpreter.ends_with("/env") => find_program(OsStr::new(name))?,
+            _ => find_program(OsStr::new(&interpreter))?,
         };
     }
     Err(fail("its #! lines lead through more than five interpreters".into()))
+}
+
+/// Returns true if the file has more rights than the process that executes it. Then the dynamic
+/// linker ignores `LD_PRELOAD`.
+fn has_more_rights(file: &File) -> bool {
+    const SET_USER: u32 = 0o4000;
+    const SET_GROUP: u32 = 0o2010;
+    // SAFETY: reads the process's credentials.
+    let (user, group) = unsafe { (libc::geteuid(), libc::getegid()) };
+    let Ok(found) = file.metadata() else { return false };
+    let mode = found.mode();
+    // SAFETY: a query with a C string, and without a buffer.
+    let capabilities = unsafe {
+        let name = c"security.capability".as_ptr();
+        libc::fgetxattr(std::os::fd::AsRawFd::as_raw_fd(file), name, std::ptr::null_mut(), 0)
+    };
+    mode & SET_USER != 0 && found.uid() != user
+        || mode & SET_GROUP == SET_GROUP && found.gid() != group
+        || capabilities > 0 && user != 0
+}
+
+/// Returns the reason why a program that has run was not paged.
+pub fn why_without_pool(program: &Path, reason: Reason) -> String {
+    match reason {
+        Reason::Asked => return "GRANARY_UNPAGED=1".into(),
+        Reason::Filter => return "its seccomp filter refuses sockets".into(),
+        Reason::Tool => return "--allow-unpaged".into(),
+        Reason::NotLoaded => {}
+    }
+    // A path without a directory is not looked up in PATH.
+    let asked = Path::new(".").join(program);
+    let Ok((path, file)) = resolve(asked.as_os_str()) else { return "its file is gone".into() };
+    let obstacle = match kind_of(&file) {
+        Ok(Some(kind)) if kind.obstacle().is_some() => kind.obstacle().unwrap_or_default(),
+        _ if has_more_rights(&file) => "set-user-ID, or with capabilities",
+        _ => "its dynamic linker did not load the preload library",
+    };
+    if path != asked { format!("{}: {obstacle}", path.display()) } else { obstacle.into() }
+}
+
+/// Checks that the program's memory can be paged. Follows `#!` to the interpreter.
+///
+/// # Errors
+/// [`Error::Program`] if the program is missing, unreadable, or built for another kind of machine;
+/// [`Error::Unpaged`] if the preload library cannot be loaded into it, or it bypasses libc.
+pub fn check_program(program: &OsStr) -> Result<(), Error> {
+    let (path, file) = resolve(program)?;
+    let named = || program.display().to_string();
+    let fail = |why: String| Error::Program { program: named(), why };
+    let kind = kind_of(&file)
+        .map_err(|error| fail(format!("{} cannot be read: {error}", path.display())))?;
+    let path = path.display();
+    let Some(kind) = kind else {
+        return Err(fail(format!("{path} is neither a program nor a script")));
+    };
+    let why = match kind {
+        Kind::Dynamic if has_more_rights(&file) => {
+            "is set-user-ID or has capabilities, so the dynamic linker does not load the preload \
+             library; run granary run as the user whose rights it needs"
+        }
+        Kind::Dynamic => return Ok(()),
+        Kind::Static => {
+            "is linked statically, so the preload library cannot be loaded into it; use a \
+             dynamically linked build"
+        }
+        Kind::GoWithoutLibc => {
+            "is a Go program without cgo, whose runtime maps its memory by raw system calls; build \
+             it with CGO_ENABLED=1 and a package that uses cgo, such as net"
+        }
+        Kind::Musl => {
+            "is linked to musl, and the preload library needs glibc; use a build for glibc"
+        }
+        Kind::Sanitizer => {
+            "is built with AddressSanitizer or ThreadSanitizer, which serves malloc itself; use a \
+             build without it"
+        }
+        Kind::Foreign => return Err(fail(format!("{path} is built for another kind of machine"))),
+    };
+    Err(Error::Unpaged { program: named(), why: format!("{path} {why}") })
 }
 
 #[cfg(test)]

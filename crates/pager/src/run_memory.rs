@@ -14,6 +14,7 @@
 //!  u64[3]  of them, id of the process with the most unpaged memory
 //!  u64[8..]                owner of each slot
 //!  slots, two pages each   counters (crate::stats); slot 0: sums of ended processes
+//!  notes                   crate::execs
 //! ```
 //!
 //! A process claims a slot by compare-and-swap. When all slots were used, it takes the slot of an
@@ -32,6 +33,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::descriptor;
+use crate::execs;
 use crate::ledger::{self, Owner};
 use crate::sys::{self, PAGE_BYTES};
 
@@ -50,8 +52,12 @@ const ENDED: usize = USED + 2;
 const LARGEST: usize = USED + 3;
 const OWNERS: usize = USED + 8;
 const FIRST_SLOT: usize = ((OWNERS + SLOTS) * 8).next_multiple_of(PAGE_BYTES) / 8;
-const BYTES: usize = FIRST_SLOT * 8 + SLOTS * SLOT_BYTES;
+const EXECS: usize = FIRST_SLOT + SLOTS * SLOT_WORDS;
+const BYTES: usize = ((EXECS + execs::WORDS) * 8).next_multiple_of(PAGE_BYTES);
 const SEALS: i32 = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+
+/// The memory of the run that this process belongs to.
+static MAPPED: OnceLock<RunMemory> = OnceLock::new();
 
 /// The mapped memory of a run. The mapping is never unmapped.
 #[derive(Clone, Copy, Debug)]
@@ -121,7 +127,6 @@ impl RunMemory {
     /// # Errors
     /// The descriptor was closed, and `path` belongs to another user or to a run that has ended.
     pub fn of_this_process(path: &Path) -> io::Result<Self> {
-        static MAPPED: OnceLock<RunMemory> = OnceLock::new();
         if let Some(memory) = MAPPED.get() {
             return Ok(*memory);
         }
@@ -136,6 +141,11 @@ impl RunMemory {
             None => Self::open(path)?,
         };
         Ok(*MAPPED.get_or_init(|| memory))
+    }
+
+    /// Returns the memory that [`RunMemory::of_this_process`] has mapped.
+    pub fn current() -> Option<Self> {
+        MAPPED.get().copied()
     }
 
     /// Maps the memory of a run by `/proc/PID/fd/N`.
@@ -185,6 +195,11 @@ impl RunMemory {
     /// Returns the ledger's part.
     pub(crate) fn ledger(&self) -> &'static [AtomicU64] {
         &self.words[..ledger::WORDS]
+    }
+
+    /// Returns the notes of processes that call exec.
+    pub(crate) fn execs(&self) -> &'static [AtomicU64] {
+        &self.words[EXECS..][..execs::WORDS]
     }
 
     /// Returns the words of a slot.

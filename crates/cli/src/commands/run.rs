@@ -7,9 +7,10 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use pager::config::{Config, Hide, Paths, SealChoice};
+use pager::execs::WithoutPool;
 use pager::run::RunDirectory;
 use pager::runs::Bound;
-use pager::stats::Summary;
+use pager::stats::{Counter, Summary};
 use pager::sys::PAGE_BYTES;
 use pool::protocol::Status;
 use pool::schemes::tdmem::Tier;
@@ -293,12 +294,17 @@ impl Run {
                 self.local.describe()
             );
         }
+        let lines = [without_room(&ended.summary, local), without_pool(&ended.without_pool)];
+        for line in lines.into_iter().flatten() {
+            eprintln!("granary: {line}");
+        }
         if self.stats || self.stats_json.is_some() {
             // If a memory node has ended meanwhile, its CPU times stay at the earlier values.
             let after = pool_status(&pool).unwrap_or_else(|_| before.clone());
             let summary = RunSummary {
                 private_node: private_node.map(|chosen| chosen.name().to_owned()),
                 sealed_by: config.seal.map(|cipher| cipher.to_string()),
+                processes_without_pool: ended.without_pool.processes,
                 ..RunSummary::new(local, &ended.summary, &before, &after)
             }
             .with_bound(ledger.as_ref().map(Bound::of))
@@ -366,6 +372,47 @@ impl Run {
         }
         Ok(())
     }
+}
+
+/// The line about mappings for which the pager had no room.
+fn without_room(summary: &Summary, local: Size) -> Option<String> {
+    let (count, bytes) =
+        (summary.get(Counter::MappingsUnpaged), summary.get(Counter::MappingsUnpagedBytes));
+    is_much_unpaged(bytes, local.bytes()).then(|| {
+        format!(
+            "{count} mapping(s) of {} in total are not paged: there was no room for more mappings \
+             at addresses of the program's choice. See docs/user/running-programs.md, \"Memory that \
+             is not paged\"",
+            Size(bytes).rounded()
+        )
+    })
+}
+
+/// The line about processes that ran without the pool.
+fn without_pool(found: &WithoutPool) -> Option<String> {
+    const NAMED: usize = 3;
+    let processes = match found.processes {
+        0 => return None,
+        1 => "1 process".to_owned(),
+        count => format!("{count} processes"),
+    };
+    let mut programs: Vec<String> = found
+        .programs
+        .iter()
+        .take(NAMED)
+        .map(|(path, reason)| {
+            format!("{} ({})", path.display(), pager::run::why_without_pool(path, *reason))
+        })
+        .collect();
+    if found.programs.len() > NAMED {
+        programs.push("...".into());
+    }
+    let named = if programs.is_empty() { "" } else { ": " };
+    Some(format!(
+        "{processes} ran without the pool{named}{}. See docs/user/running-programs.md, \"Processes \
+         that are not paged\"",
+        programs.join(", ")
+    ))
 }
 
 /// Parses the size of the tier of a process's own memory.

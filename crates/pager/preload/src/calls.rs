@@ -1,5 +1,5 @@
 //! Interposes `syscall`, on x86-64: to detect a seccomp filter for all threads, and for the system
-//! calls of [`crate::unpinned`] and [`crate::credentials`].
+//! calls of [`crate::unpinned`], [`crate::credentials`] and [`crate::exec`].
 //!
 //! A program's filter with `SECCOMP_FILTER_FLAG_TSYNC` also applies to the pager's threads, which
 //! need system calls that no program's filter expects (`ioctl` on a userfaultfd). The kernel would
@@ -15,7 +15,7 @@ mod x86_64 {
     use pager::sys::{self, system_call};
 
     use crate::reentrancy::ReentrancyGuard;
-    use crate::{credentials, early, unpinned};
+    use crate::{credentials, early, exec, unpinned};
 
     /// syscall(2). Calls no other function unless the system call is interposed or fails. So this
     /// function also works before the library is relocated, and where the system call returns on
@@ -40,6 +40,10 @@ mod x86_64 {
             "je {copy}",
             "cmp rax, {setsockopt}",
             "je {option}",
+            "cmp rax, {execve}",
+            "je {program}",
+            "cmp rax, {execveat}",
+            "je {program_at}",
             "cmp rax, {capset}",
             "je 3f",
             "cmp rax, {prctl}",
@@ -73,6 +77,8 @@ mod x86_64 {
             seccomp = const libc::SYS_seccomp,
             vmsplice = const libc::SYS_vmsplice,
             setsockopt = const libc::SYS_setsockopt,
+            execve = const libc::SYS_execve,
+            execveat = const libc::SYS_execveat,
             capset = const libc::SYS_capset,
             prctl = const libc::SYS_prctl,
             setuid = const libc::SYS_setuid,
@@ -86,6 +92,8 @@ mod x86_64 {
             filter = sym seccomp,
             copy = sym unpinned::vmsplice_by_number,
             option = sym unpinned::setsockopt_by_number,
+            program = sym exec::execve_by_number,
+            program_at = sym exec::execveat_by_number,
             credentials = sym credentials::by_number,
         )
     }

@@ -15,6 +15,7 @@ mod credentials;
 mod descriptors;
 mod direct;
 mod early;
+mod exec;
 mod forks;
 mod heap;
 mod heapinfo;
@@ -26,6 +27,7 @@ mod own_memory;
 mod redirect;
 mod reentrancy;
 mod thread_exit;
+mod tools;
 mod unpinned;
 
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -34,7 +36,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use libmimalloc_sys as mi;
 use pager::config::{Config, EXIT_PAGER};
+use pager::execs::Reason;
 use pager::executable::{Kind, kind_of};
+use pager::run_memory::RunMemory;
 use pager::sys::{self, PAGE_BYTES};
 use pager::{Error, Pager};
 
@@ -73,32 +77,63 @@ extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *
         // SAFETY: the loader passes the environment as C strings, terminated by null.
         unsafe { variable(environment, name) }
     };
+    if get(exec::UNPAGED).as_deref() == Some("1") {
+        return;
+    }
     let started = Config::from_environment(get).and_then(|config| match config {
-        Some(config) => start(&config).map(Some),
-        None => Ok(None),
+        Some(config) => {
+            if let Some(memory) = &config.run_memory {
+                // Without this memory, the start of the pager names the reason.
+                let _ = RunMemory::of_this_process(memory);
+            }
+            // SAFETY: as above.
+            unsafe { exec::prepare(environment) };
+            start(&config)
+        }
+        None => Ok(()),
     });
     if let Err(error) = started {
+        exec::is_paged();
         sys::die(EXIT_PAGER, &error.to_string());
     }
 }
 
-/// Checks that the program maps its memory by libc. `granary run` checks the program that it
-/// starts, but not the programs that this one starts.
-fn check_program(config: &Config) -> Result<(), Error> {
+/// Checks that the program can be paged. `granary run` checks the program that it starts, but not
+/// the programs that this one starts. Returns the reason if the program runs without the pool.
+fn check_program(config: &Config) -> Result<Option<Reason>, Error> {
+    if tools::filter_refuses_sockets() {
+        return Ok(Some(Reason::Filter));
+    }
+    let refused = |why: &str| {
+        let program = std::fs::read_link("/proc/self/exe").unwrap_or_default();
+        let program = program.display().to_string();
+        Error::Unpaged { program, why: why.into() }
+    };
+    if let Some(why) = tools::obstacle() {
+        let error = refused(why);
+        if !config.allow_unpaged {
+            return Err(error);
+        }
+        sys::say(&format!("{error}, as it does now"));
+        return Ok(Some(Reason::Tool));
+    }
     // Without /proc the program is not checked.
-    let Ok(file) = std::fs::File::open("/proc/self/exe") else { return Ok(()) };
+    let Ok(file) = std::fs::File::open("/proc/self/exe") else { return Ok(None) };
     let kind = kind_of(&file)
         .map_err(|source| Error::System { what: "read the program's file".into(), source })?;
     if kind != Some(Kind::GoWithoutLibc) || config.allow_unpaged {
-        return Ok(());
+        return Ok(None);
     }
-    let program = std::fs::read_link("/proc/self/exe").unwrap_or_default().display().to_string();
-    let why = "it is a Go program without cgo, whose runtime maps its memory by raw system calls";
-    Err(Error::Unpaged { program, why: why.into() })
+    Err(refused(
+        "it is a Go program without cgo, whose runtime maps its memory by raw system calls",
+    ))
 }
 
 fn start(config: &Config) -> Result<(), Error> {
-    check_program(config)?;
+    if let Some(reason) = check_program(config)? {
+        exec::is_not_paged(reason);
+        return Ok(());
+    }
     let transport = Pager::open_transport(config)?;
     let pager = Pager::new(config, transport)?;
     pager.start_in(enter_permanently)?;
@@ -130,6 +165,7 @@ fn start(config: &Config) -> Result<(), Error> {
     forks::register();
     bss::adopt(pager);
     ARENA_OPEN.store(true, Ordering::Release);
+    exec::is_paged();
     Ok(())
 }
 

@@ -45,6 +45,11 @@ pub fn c_library_function(name: &CStr) -> Option<*mut c_void> {
     if REPLACED.get().is_some() {
         return replaced_where(|replaced| replaced.name == name);
     }
+    address_of(name)
+}
+
+/// Returns the address of this name in the C library's table, which may be changed.
+pub fn address_of(name: &CStr) -> Option<*mut c_void> {
     let found = library()?.named(name).find(|symbol| symbol.is_default)?;
     Some(found.address as *mut c_void)
 }
