@@ -25,7 +25,7 @@ pub enum Error {
     #[error("setting up TLS: {0}; correct tls-cert-file, tls-key-file or tls-ca-cert-file")]
     Tls(String),
     /// The list of users is wrong.
-    #[error("reading the users: {0}; correct the rules")]
+    #[error("reading the users: {0}; correct the rules or aclfile")]
     Users(String),
     /// No address is listened at.
     #[error(

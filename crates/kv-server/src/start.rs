@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
 use redis_formats::acl::Users as UserTable;
+use units::files;
 
 use crate::config::{Config, Ignored};
 use crate::error::Error;
@@ -87,7 +88,8 @@ impl Setup {
             return Err(Error::Users(text));
         }
         if !file.is_empty() {
-            let text = std::fs::read(&file).map_err(|e| Error::Users(format!("{file}: {e}")))?;
+            let text = files::read(file.as_ref());
+            let text = text.map_err(|e| Error::Users(format!("{file}: {e}")))?;
             let read = UserTable::parse(&text).map_err(|e| Error::Users(format!("{file}: {e}")))?;
             users.change(|table| *table = read);
         }

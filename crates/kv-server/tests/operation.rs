@@ -199,8 +199,15 @@ fn impossible_addresses_and_users_are_refused_at_the_start() {
     assert!(error.to_string().starts_with("listening at 127.0.0.1 port"), "{error}");
     let error = start(&[("aclfile", "/nonexistent/users"), ("port", &port)]);
     assert!(matches!(error, Error::Users(_)), "{error}");
+    let error = start(&[("aclfile", "/dev/zero"), ("port", &port)]).to_string();
+    assert!(error.contains("/dev/zero: a socket or a device, and not a regular file"), "{error}");
     let error = start(&[("port", "0"), ("tls-port", &port), ("tls-cert-file", "/nonexistent")]);
     assert!(matches!(error, Error::Tls(_)), "{error}");
+}
+
+fn make_fifo(path: &std::path::Path) {
+    let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+    rustix::fs::mknodat(rustix::fs::CWD, path, rustix::fs::FileType::Fifo, mode, 0).unwrap();
 }
 
 #[test]
@@ -222,6 +229,16 @@ fn users_are_read_from_files_and_saved() {
     assert_eq!(admin.ask("acl users"), "[bob default]");
     std::fs::write(&file, "nonsense\n").unwrap();
     assert!(admin.ask("acl load").starts_with("-ERR"));
+    std::fs::remove_file(&file).unwrap();
+    make_fifo(&file);
+    assert!(admin.ask("acl load").contains("users.acl: a FIFO, and not a regular file"));
+    // A save replaces the FIFO, and follows no link at the name of its draft.
+    let other = dir.path().join("other");
+    std::fs::write(&other, "content").unwrap();
+    std::os::unix::fs::symlink(&other, dir.path().join("users.acl.new")).unwrap();
+    assert_eq!(admin.ask("acl save"), "OK");
+    assert_eq!(std::fs::read_to_string(&other).unwrap(), "content");
+    assert_eq!(admin.ask("acl load"), "OK");
     assert_eq!(admin.ask("acl users"), "[bob default]");
     let server = start(&[]);
     let text = server.connect().ask("acl save");

@@ -20,7 +20,6 @@
 //! unfinished: the process was killed while a handler wrote it. The reader skips such events.
 
 use std::collections::HashSet;
-use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::Path;
 
@@ -170,7 +169,7 @@ impl Trace {
     /// Reads and checks a trace file.
     pub fn read(path: &Path) -> Result<Self, TraceError> {
         let failed = |source| TraceError::Read { path: path.display().to_string(), source };
-        let mut file = File::open(path).map_err(failed)?;
+        let mut file = units::files::open(path).map_err(failed)?;
         let mut head = [0; HEADER_BYTES];
         file.read_exact(&mut head).map_err(failed)?;
         let header = Header::decode(&head)?;

@@ -7,12 +7,14 @@
 //!
 //! A process that calls exec keeps its process id, so the new program's trace replaces the old one.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use units::files;
 
 use crate::page_table::PageId;
 use crate::sys;
@@ -44,7 +46,7 @@ unsafe impl Sync for Recorder {}
 impl Recorder {
     /// Creates the file `prefix.PID`, or empties it.
     pub fn create(prefix: &Path, pages: u32) -> io::Result<Self> {
-        let file = open_trace(&with_suffix(prefix, std::process::id()), true)?;
+        let file = files::open_own(&with_suffix(prefix, std::process::id()), true)?;
         file.set_len(0)?;
         let name = sys::program_name();
         let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
@@ -118,26 +120,6 @@ impl Recorder {
     }
 }
 
-/// Opens a regular file, and with `create` one of this process's user. Follows no link, and waits
-/// for no FIFO.
-///
-/// Because a trace's name is predictable, another user can create it first in a shared directory.
-/// Without `create` the owner may be another user, to which a process of the run has changed.
-fn open_trace(path: &Path, create: bool) -> io::Result<File> {
-    let mut options = OpenOptions::new();
-    let options = options.read(true).write(true).create(create);
-    let file = options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
-    let found = file.metadata()?;
-    // SAFETY: has no preconditions.
-    if !found.is_file() || (create && found.uid() != unsafe { libc::geteuid() }) {
-        return Err(io::Error::new(
-            io::ErrorKind::PermissionDenied,
-            "not a regular file of this user: remove it, or name another file",
-        ));
-    }
-    Ok(file)
-}
-
 /// Returns the path of a process's trace.
 fn with_suffix(prefix: &Path, process: u32) -> PathBuf {
     let mut path = prefix.as_os_str().to_owned();
@@ -153,7 +135,7 @@ pub(crate) fn finish(prefix: &Path, processes: &[u32]) -> Result<Vec<PathBuf>, T
     for process in processes {
         let path = with_suffix(prefix, *process);
         let failed = |source| TraceError::Read { path: path.display().to_string(), source };
-        let file = match open_trace(&path, false) {
+        let file = match files::open_own(&path, false) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             Err(error) => return Err(failed(error)),
@@ -230,7 +212,8 @@ mod tests {
         let prefix = directory.join("trace");
         let trace = with_suffix(&prefix, std::process::id());
         std::os::unix::fs::symlink(&victim, &trace).unwrap();
-        Recorder::create(&prefix, 10).unwrap_err();
+        let why = Recorder::create(&prefix, 10).unwrap_err().to_string();
+        assert!(why.starts_with("not a regular file of this user: "), "{why}");
         assert_eq!(fs::read(&victim).unwrap(), b"content");
         fs::remove_file(&trace).unwrap();
         let name = std::ffi::CString::new(trace.as_os_str().as_encoded_bytes()).unwrap();

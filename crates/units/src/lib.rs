@@ -1,8 +1,9 @@
-//! Quantities that several crates use. This crate depends on no other crate of Granary.
+//! Quantities and files that several crates use. This crate depends on no other crate of Granary.
 //!
 //! | module | content |
 //! | --- | --- |
 //! | [`cpus`] | CPUs of the host |
+//! | [`files`] | files that a user names |
 //! | [`number`] | formatting of numbers for people |
 //! | [`random`] | pseudo-random numbers of a seed |
 //! | [`scheduling`] | scheduling of threads for which others wait |
@@ -14,6 +15,7 @@
 //! of a wire format, a scheme's layout or a workload stays beside that format.
 
 pub mod cpus;
+pub mod files;
 pub mod number;
 pub mod random;
 pub mod scheduling;

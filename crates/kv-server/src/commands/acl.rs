@@ -1,9 +1,12 @@
 //! ACL and its subcommands.
 
+use std::io::Write as _;
+
 use redis_formats::acl::Users;
 use redis_formats::command::bits::category;
 use redis_formats::command::{Arguments, all, lookup};
 use redis_formats::number::parse_i64;
+use units::files;
 
 use crate::client::full_name;
 use crate::context::{Args, Context};
@@ -180,7 +183,7 @@ pub(super) fn load<K: Keyspace>(cx: &mut Context<'_, K>) {
     if file.is_empty() {
         return cx.error(NO_FILE);
     }
-    let text = match std::fs::read(&file) {
+    let text = match files::read(file.as_ref()) {
         Ok(text) => text,
         Err(error) => return cx.error(format!("ERR {file}: {error}; nothing was changed")),
     };
@@ -202,7 +205,9 @@ pub(super) fn save<K: Keyspace>(cx: &mut Context<'_, K>) {
     let text = cx.server().users.read(Users::text);
     // A reader of the file sees the old or the new content.
     let new = format!("{file}.new");
-    let written = std::fs::write(&new, text).and_then(|()| std::fs::rename(&new, &file));
+    let written = files::create_draft(new.as_ref())
+        .and_then(|mut draft| draft.write_all(&text))
+        .and_then(|()| std::fs::rename(&new, &file));
     match written {
         Ok(()) => cx.reply().ok(),
         Err(error) => {

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use kv::{Expiry, SetOptions};
 use redis_formats::rdb::{Event, Limits, Meta, Options, Reader, Value, Writer};
+use units::files;
 use verbs::Nic;
 
 use super::Data;
@@ -40,7 +41,7 @@ impl Target {
         let error = |cause: &dyn std::fmt::Display| {
             format!("creating {}: {cause}; check dir and dbfilename", temporary.display())
         };
-        let file = File::create(&temporary).map_err(|cause| error(&cause))?;
+        let file = files::create_draft(&temporary).map_err(|cause| error(&cause))?;
         let options = Options {
             compress: server.config.is("rdbcompression", "yes"),
             checksum: server.config.is("rdbchecksum", "yes"),
@@ -211,7 +212,7 @@ impl<N: Nic> Data<N> {
             let path = path.display();
             format!("loading {path}: {cause}; repair the file, or move it away")
         };
-        let file = match File::open(&path) {
+        let file = match files::open(&path) {
             Ok(file) => file,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
             Err(error) => return Err(at(&error)),

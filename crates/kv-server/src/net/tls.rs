@@ -20,7 +20,8 @@ pub(crate) fn load(config: &Config) -> Result<Arc<ServerConfig>, Error> {
     let provider = Arc::new(default_provider());
     let chain = certificates(&config.get("tls-cert-file"))?;
     let key = config.get("tls-key-file");
-    let key = PrivateKeyDer::from_pem_file(&key).map_err(|e| error(format!("{key}: {e}")))?;
+    let key =
+        PrivateKeyDer::from_pem_slice(&read(&key)?).map_err(|e| error(format!("{key}: {e}")))?;
     let builder = ServerConfig::builder_with_provider(provider.clone())
         .with_protocol_versions(&versions(&config.get("tls-protocols")))
         .map_err(|e| error(e.to_string()))?;
@@ -45,12 +46,17 @@ pub(crate) fn load(config: &Config) -> Result<Arc<ServerConfig>, Error> {
 
 fn certificates(file: &str) -> Result<Vec<CertificateDer<'static>>, Error> {
     let error = |e: rustls::pki_types::pem::Error| Error::Tls(format!("{file}: {e}"));
-    let all: Result<Vec<_>, _> = CertificateDer::pem_file_iter(file).map_err(error)?.collect();
+    let text = read(file)?;
+    let all: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&text).collect();
     let all = all.map_err(error)?;
     if all.is_empty() {
         return Err(Error::Tls(format!("{file}: the file has no certificate")));
     }
     Ok(all)
+}
+
+fn read(file: &str) -> Result<Vec<u8>, Error> {
+    units::files::read(file.as_ref()).map_err(|e| Error::Tls(format!("{file}: {e}")))
 }
 
 fn versions(wanted: &str) -> Vec<&'static SupportedProtocolVersion> {
