@@ -10,7 +10,7 @@
 //! | `whole`, `debug` | commands on whole databases |
 //! | `barrier`, `state` | what all threads share |
 //! | `reopen` | the data after a memory node did not answer |
-//! | `save`, `upkeep` | files; work in the background |
+//! | `save`, `save_file`, `upkeep` | files; work in the background |
 
 mod barrier;
 mod bitfield;
@@ -26,6 +26,7 @@ mod plan;
 mod reopen;
 mod run;
 mod save;
+mod save_file;
 mod state;
 mod strings;
 mod upkeep;

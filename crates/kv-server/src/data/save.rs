@@ -4,82 +4,26 @@
 //! runs, and then reads subtable after subtable, each while no writer is inside. A command that
 //! changes a key behind the save's position first keeps the key as it was; the save writes that.
 
-use std::fs::File;
-use std::io::{BufReader, BufWriter};
+use std::io::BufReader;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use kv::{Expiry, SetOptions};
-use redis_formats::rdb::{Event, Limits, Meta, Options, Reader, Value, Writer};
+use redis_formats::rdb::{Event, Limits, Reader, Value};
 use units::files;
 use verbs::Nic;
 
 use super::Data;
+use super::save_file::{Entries, Part, Target};
 use crate::keyspace::{DATABASES, Fact};
 use crate::server::Server;
 use crate::worker::Worker;
 
-const BUFFER: usize = 1 << 20;
+pub(super) const BUFFER: usize = 1 << 20;
 
 /// The path of the file.
-fn path(server: &Server) -> PathBuf {
+pub(super) fn path(server: &Server) -> PathBuf {
     PathBuf::from(server.config.get("dir")).join(server.config.get("dbfilename"))
-}
-
-/// A file that is written beside the one that it replaces in the end.
-struct Target {
-    writer: Writer<BufWriter<File>>,
-    temporary: PathBuf,
-    path: PathBuf,
-}
-
-impl Target {
-    fn create(server: &Server, now_ms: u64) -> Result<Self, String> {
-        let path = path(server);
-        let temporary = path.with_file_name(format!("temp-{}.rdb", std::process::id()));
-        let error = |cause: &dyn std::fmt::Display| {
-            format!("creating {}: {cause}; check dir and dbfilename", temporary.display())
-        };
-        let file = files::create_draft(&temporary).map_err(|cause| error(&cause))?;
-        let options = Options {
-            compress: server.config.is("rdbcompression", "yes"),
-            checksum: server.config.is("rdbchecksum", "yes"),
-        };
-        let writer = Writer::new(BufWriter::with_capacity(BUFFER, file), options);
-        let mut writer = writer.map_err(|cause| error(&cause))?;
-        let bits = usize::BITS.to_string();
-        let seconds = (now_ms / 1000).to_string();
-        for (name, value) in [("redis-ver", "7.0.15"), ("redis-bits", &bits), ("ctime", &seconds)] {
-            writer.aux(name.as_bytes(), value.as_bytes()).map_err(|cause| error(&cause))?;
-        }
-        Ok(Self { writer, temporary, path })
-    }
-
-    /// Ends the file, and gives it its name. A thread of its own waits for the disk, which takes a
-    /// second for a GiB.
-    async fn finish(self, worker: &Worker) -> Result<(), String> {
-        let ending = std::thread::spawn(|| self.finish_blocking());
-        while !ending.is_finished() && !worker.server.is_ending() {
-            worker.wait(Duration::from_millis(2)).await;
-        }
-        let panicked = "saving: the thread that ends the file has panicked; see standard error";
-        ending.join().unwrap_or_else(|_| Err(panicked.to_owned()))
-    }
-
-    fn finish_blocking(self) -> Result<(), String> {
-        let error = |cause: &dyn std::fmt::Display| {
-            format!("writing {}: {cause}; check the disk", self.path.display())
-        };
-        let buffered = self.writer.finish().map_err(|cause| error(&cause))?;
-        let file = buffered.into_inner().map_err(|cause| error(&cause))?;
-        file.sync_all().map_err(|cause| error(&cause))?;
-        std::fs::rename(&self.temporary, &self.path).map_err(|cause| error(&cause))
-    }
-}
-
-fn meta(expiry: u64) -> Meta {
-    Meta { expires_ms: (expiry != 0).then_some(expiry as i64), ..Meta::default() }
 }
 
 impl<N: Nic> Data<N> {
@@ -117,16 +61,13 @@ impl<N: Nic> Data<N> {
     }
 
     async fn write_file(&self, worker: &Worker, now_ms: u64) -> Result<(), String> {
-        let mut target = Target::create(&worker.server, now_ms)?;
-        let result = self.write_databases(worker, &mut target).await;
-        if let Err(error) = result {
-            let _ = std::fs::remove_file(&target.temporary);
-            return Err(error);
-        }
-        target.finish(worker).await
+        let target = Target::create(&worker.server, now_ms)?;
+        let result = self.write_databases(worker, &target).await;
+        // A thread that has failed ends the save, and knows the reason.
+        target.finish(worker, result.is_ok()).await.and(result)
     }
 
-    async fn write_databases(&self, worker: &Worker, target: &mut Target) -> Result<(), String> {
+    async fn write_databases(&self, worker: &Worker, target: &Target) -> Result<(), String> {
         // The order at the begin of the save. SWAPDB ends a running save.
         let order: [u8; DATABASES] = std::array::from_fn(|db| self.state.physical(db as u8));
         for (logical, db) in order.into_iter().enumerate() {
@@ -138,69 +79,54 @@ impl<N: Nic> Data<N> {
                 self.state.saves.progress.lock().next[usize::from(db)] = None;
                 continue;
             }
-            let begun = target.writer.database(logical as u64);
-            let sized = begun.and_then(|()| target.writer.sizes(self.store.len(db), 0));
-            sized.map_err(|error| error.to_string())?;
+            let (number, keys) = (logical as u64, self.store.len(db));
+            target.send(worker, Part::Database { number, keys }).await?;
             self.write_database(worker, target, db).await?;
         }
         Ok(())
     }
 
-    async fn write_database(
-        &self,
-        worker: &Worker,
-        target: &mut Target,
-        db: u8,
-    ) -> Result<(), String> {
+    async fn write_database(&self, worker: &Worker, target: &Target, db: u8) -> Result<(), String> {
         let saves = &self.state.saves;
         let mut next = Some(0);
         while let Some(from) = next {
             if saves.is_aborted.load(Ordering::Relaxed) {
                 return Err("saving: a flush or SWAPDB came; save again".to_owned());
             }
-            let mut result = Ok(());
-            let walked = {
-                let writer = &mut target.writer;
-                let outcome = &mut result;
-                let each = |own: kv::Visited<'_>| {
-                    let progress = saves.progress.lock();
-                    let name = (db, own.position, own.key.to_vec());
-                    let is_kept = progress.images.contains_key(&name);
-                    drop(progress);
-                    if outcome.is_ok() && !is_kept {
-                        *outcome = writer.entry(own.key, own.value, meta(own.expiry));
-                    }
-                };
-                self.store.walk(db, from, each, |end| {
-                    saves.progress.lock().next[usize::from(db)] = end;
-                    next = end;
-                })
+            let mut entries = Entries::default();
+            let each = |own: kv::Visited<'_>| {
+                let name = (db, own.position, own.key.to_vec());
+                if !saves.progress.lock().images.contains_key(&name) {
+                    entries.push(own.key, own.value, own.expiry);
+                }
             };
+            let walked = self.store.walk(db, from, each, |end| {
+                saves.progress.lock().next[usize::from(db)] = end;
+                next = end;
+            });
             walked.await.map_err(|error| error.to_string())?;
-            result.map_err(|error| error.to_string())?;
-            self.write_images(target, db, next)?;
+            self.take_images(db, next, &mut entries);
+            target.send(worker, Part::Entries(entries)).await?;
             worker.yield_now().await;
         }
         Ok(())
     }
 
-    /// Writes the images of `db` in front of position `end`.
-    fn write_images(&self, target: &mut Target, db: u8, end: Option<u64>) -> Result<(), String> {
+    /// Moves the images of `db` in front of position `end` to `entries`.
+    fn take_images(&self, db: u8, end: Option<u64>, entries: &mut Entries) {
         let images = {
             let mut progress = self.state.saves.progress.lock();
-            let own = progress.images.split_off(&(db, 0, Vec::new()));
-            let mut rest = own;
+            let mut own = progress.images.split_off(&(db, 0, Vec::new()));
             let bound = end.map_or((db + 1, 0, Vec::new()), |end| (db, end, Vec::new()));
-            let mut behind = rest.split_off(&bound);
+            let mut behind = own.split_off(&bound);
             progress.images.append(&mut behind);
-            rest
+            own
         };
         for ((_, _, key), image) in images {
             if let Some((value, expiry)) = image {
-                target.writer.entry(&key, &value, meta(expiry)).map_err(|e| e.to_string())?;
+                entries.push(&key, &value, expiry);
             }
         }
-        Ok(())
     }
 
     /// Loads the file, if there is one.
