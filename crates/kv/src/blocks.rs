@@ -92,6 +92,20 @@ pub trait Blocks {
     /// True if the block at `place` is to move.
     fn is_leaving(&self, place: Place) -> bool;
 
+    /// The blocks in use of the slab that has `place`: their places and bytes.
+    fn blocks_beside(&self, place: Place) -> Vec<(Place, u32)>;
+
+    /// Keeps new blocks out of the slab that has `place` until [`Blocks::reuse`], or lets them in
+    /// if its chunk has other slabs.
+    fn vacate(&self, place: Place);
+
+    /// Ends [`Blocks::vacate`].
+    fn reuse(&self, place: Place);
+
+    /// Frees retired blocks, and gives empty chunks back that blocks of other stripes could use,
+    /// those of the reserve too.
+    fn give_back(&self) -> impl Future<Output = Result<(), NoBlock>>;
+
     /// Ends the evacuation: chosen chunks that are not empty take blocks again.
     fn settle(&self);
 

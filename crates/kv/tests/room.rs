@@ -254,3 +254,82 @@ fn worth_that_was_set_is_told_by_the_same_measure() {
         assert_eq!(block_on(store.worth(0, b"absent")), Ok(None));
     }
 }
+
+/// A value of three slabs and a list.
+const LONG: [u8; 12_000] = [9; 12_000];
+
+#[test]
+fn whole_slabs_make_room_for_a_long_value() {
+    for (column, form, mirror) in COLUMNS {
+        for by in [Eviction::LeastUsed, Eviction::Random] {
+            let world = World::new(4096, 64, false, 1);
+            let store = world.create(settings(form, mirror, 21));
+            let mut written = 0;
+            while block_on(store.set(0, &name(written), &[1; 100], SetOptions::default())).is_ok() {
+                written += 1;
+            }
+            while block_on(world.arena.allocate(0, 4096)).is_ok() {}
+            let set = || block_on(store.set(0, b"long", &LONG, SetOptions::default()));
+            let full = Err(kv::Error::NoBlock(kv::blocks::NoBlock::Full));
+            assert_eq!(set(), full, "{column}");
+            // Single keys leave holes that a long value cannot use.
+            for _ in 0..100 {
+                assert!(block_on(store.evict(Candidates::All, by)).expect("an eviction"));
+            }
+            assert_eq!(set(), full, "{column}");
+            let before = store.len(0);
+            let mut told = 0;
+            let mut tell = |_: u8, _: &[u8]| told += 1;
+            let call = store.evict_slabs(4, Candidates::All, by, Some(&mut tell));
+            let cleared = block_on(call).expect("an eviction");
+            assert_eq!(cleared.slabs, 4, "{column}");
+            // 28 blocks of 144 B fit a slab.
+            assert!((1..=4 * 28).contains(&cleared.keys), "{column}: {cleared:?}");
+            assert_eq!((store.len(0), told), (before - cleared.keys, cleared.keys), "{column}");
+            set().unwrap_or_else(|error| panic!("{column}: {error}"));
+            let read = block_on(store.get(0, b"long")).expect("a read");
+            assert_eq!(read.as_deref(), Some(&LONG[..]), "{column}");
+            assert_eq!(world.arena.wrong_frees(), 0);
+        }
+    }
+}
+
+#[test]
+fn slabs_with_keys_that_stay_are_not_emptied() {
+    for (column, form, mirror) in COLUMNS {
+        let (_world, store) = store(form, mirror, 2);
+        let volatile = |i: u32| i >= 200 && (i >= 400 || !i.is_multiple_of(5));
+        for i in 0..600 {
+            let at = Expiry::At(BEGIN + 1000 + u64::from(i));
+            let expiry = if volatile(i) { at } else { Expiry::Never };
+            let options = SetOptions { expiry, ..SetOptions::default() };
+            block_on(store.set(0, &name(i), &[1; 100], options)).expect("a write");
+        }
+        let by = Eviction::SoonestExpiry;
+        let call = store.evict_slabs(1000, Candidates::Volatile, by, None);
+        let cleared = block_on(call).expect("an eviction");
+        let there = |i: u32| block_on(store.exists(0, &name(i))).expect("a read");
+        assert!((0..400).all(there), "{column}");
+        let left = (400..600).filter(|i| there(*i)).count() as u64;
+        assert!(cleared.slabs > 3 && left < 100, "{column}: {cleared:?}, {left} left");
+        assert_eq!(cleared.keys, 200 - left, "{column}");
+    }
+}
+
+/// A value in pieces has slabs of its own, which its eviction frees.
+#[test]
+fn long_values_are_evicted_for_their_slabs() {
+    for (column, form, mirror) in COLUMNS {
+        let (world, store) = store(form, mirror, 2);
+        for i in 0..20 {
+            block_on(store.set(0, &name(i), &LONG, SetOptions::default())).expect("a write");
+        }
+        let before = store.stats().usage.chunks;
+        let call = store.evict_slabs(12, Candidates::All, Eviction::LeastUsed, None);
+        let cleared = block_on(call).expect("an eviction");
+        assert!((4..=5).contains(&cleared.keys), "{column}: {cleared:?}");
+        assert_eq!(store.len(0), 20 - cleared.keys, "{column}");
+        assert!(before - store.stats().usage.chunks >= 12, "{column}");
+        assert_eq!(world.arena.wrong_frees(), 0);
+    }
+}

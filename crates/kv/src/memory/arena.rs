@@ -88,6 +88,13 @@ impl Arena {
         Self { state: Arc::new(Mutex::new(state)), memory }
     }
 
+    fn set_leaving(&self, place: Place, is_leaving: bool) {
+        let number = place.at(0).offset / u64::from(self.memory.chunk());
+        if let Some(chunk) = self.state.lock().chunks.get_mut(&number) {
+            chunk.leaving = is_leaving;
+        }
+    }
+
     /// Frees of blocks that were not in use.
     pub fn wrong_frees(&self) -> u64 {
         self.state.lock().wrong_frees
@@ -248,6 +255,27 @@ impl Blocks for Arena {
     fn is_leaving(&self, place: Place) -> bool {
         let number = place.at(0).offset / u64::from(self.memory.chunk());
         self.state.lock().chunks.get(&number).is_some_and(|chunk| chunk.leaving)
+    }
+
+    fn blocks_beside(&self, place: Place) -> Vec<(Place, u32)> {
+        let slab = self.memory.chunk();
+        let number = place.at(0).offset / u64::from(slab);
+        let bytes = self.state.lock().chunks.get(&number).map_or(0, |chunk| chunk.bytes);
+        let used = self.used().into_iter();
+        let beside = used.filter(|used| used.at(0).offset / u64::from(slab) == number);
+        beside.map(|used| (used, bytes)).collect()
+    }
+
+    fn vacate(&self, place: Place) {
+        self.set_leaving(place, true);
+    }
+
+    fn reuse(&self, place: Place) {
+        self.set_leaving(place, false);
+    }
+
+    async fn give_back(&self) -> Result<(), NoBlock> {
+        Ok(())
     }
 
     fn settle(&self) {

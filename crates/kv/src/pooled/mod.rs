@@ -324,6 +324,12 @@ impl<N: Nic> PoolMemory<N> {
         Ok(Place::of(block.place.raw()))
     }
 
+    /// The first place of the chunk that has `place`.
+    fn chunk_of(&self, place: Place) -> Place {
+        let chunk = self.pool().chunk_bytes() / UNIT;
+        Place::new(place.node(), place.unit() / chunk * chunk).unwrap_or(place)
+    }
+
     /// The reason that `node` has given no block.
     fn no_block(&self, node: &Node<N>, error: heap::Error) -> NoBlock {
         let why = no_block(error);
@@ -451,9 +457,51 @@ impl<N: Nic> Blocks for PoolMemory<N> {
     }
 
     fn is_leaving(&self, place: Place) -> bool {
-        let chunk = self.pool().chunk_bytes() / UNIT;
-        let first = Place::new(place.node(), place.unit() / chunk * chunk);
-        first.is_some_and(|first| self.shared.leaving.lock().contains(&first))
+        self.shared.leaving.lock().contains(&self.chunk_of(place))
+    }
+
+    fn blocks_beside(&self, place: Place) -> Vec<(Place, u32)> {
+        let units = u64::from(Blocks::slab(self)) / UNIT;
+        let (chunk, first) = (self.chunk_of(place), place.unit() / units * units);
+        let before = (first > chunk.unit()).then(|| Place::new(place.node(), first - 1)).flatten();
+        let to_heap = |place: Place| heap::Place::from_raw(place.bits());
+        let Some((heap, chunk)) = self.heap().zip(to_heap(chunk)) else { return Vec::new() };
+        let blocks = heap.live_blocks(chunk, before.and_then(to_heap), units as usize);
+        let blocks = blocks.unwrap_or_default().into_iter();
+        let blocks = blocks.map(|block| (Place::of(block.place.raw()), block.bytes as u32));
+        blocks.take_while(|(place, _)| place.unit() < first + units).collect()
+    }
+
+    fn vacate(&self, place: Place) {
+        let chunk = heap::Place::from_raw(self.chunk_of(place).bits());
+        // A chunk of several slabs may be the only one.
+        if let Some((heap, chunk)) = self.heap().zip(chunk)
+            && u64::from(Blocks::slab(self)) == self.pool().chunk_bytes()
+        {
+            let _ = heap.evacuate(chunk);
+        }
+    }
+
+    fn reuse(&self, place: Place) {
+        let chunk = heap::Place::from_raw(self.chunk_of(place).bits());
+        if let Some((heap, chunk)) = self.heap().zip(chunk) {
+            // A chunk that became empty takes blocks already, or is given back.
+            let _ = heap.stop_evacuation(chunk);
+        }
+    }
+
+    async fn give_back(&self) -> Result<(), NoBlock> {
+        let heap = self.ready()?;
+        let groups = self.shared.nodes.groups();
+        for group in (0..groups).map(GroupId) {
+            let node = self.shared.nodes.node_of(group);
+            let freed = match groups {
+                1 => heap.give_back(group).await,
+                _ => heap.give_back_all(group).await,
+            };
+            freed.map_err(|error| self.no_block(node, error))?;
+        }
+        Ok(())
     }
 
     fn settle(&self) {

@@ -23,7 +23,7 @@ use crate::ticket::{Hold, Name};
 const MOVES: usize = 16;
 
 /// Lets the other tasks of the thread run.
-async fn give_way() {
+pub(super) async fn give_way() {
     let mut has_waited = false;
     poll_fn(|cx| {
         if std::mem::replace(&mut has_waited, true) {

@@ -52,13 +52,13 @@ pub enum Eviction {
 
 /// A key that may be evicted.
 #[derive(Clone, Copy, Debug)]
-struct Sampled {
-    slot: usize,
-    word: Slot,
+pub(super) struct Sampled {
+    pub slot: usize,
+    pub word: Slot,
     /// Known from the mirror, or from the block.
-    tag: u64,
-    expiry: u64,
-    worth: i64,
+    pub tag: u64,
+    pub expiry: u64,
+    pub worth: i64,
 }
 
 impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
@@ -98,32 +98,51 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let trip = self.trip(Operation::Evict);
             let Some(table) = self.random_table() else { return Ok(false) };
             let sample = self.sample(&trip, &table, candidates, by).await?;
-            let chosen = match by {
-                Eviction::LeastUsed => sample.iter().min_by_key(|key| key.worth),
-                Eviction::SoonestExpiry => {
-                    let volatile = sample.iter().filter(|key| key.expiry != 0);
-                    volatile.min_by_key(|key| key.expiry)
-                }
-                Eviction::Random if sample.is_empty() => None,
-                Eviction::Random => sample.get(self.environment.random() as usize % sample.len()),
-            };
-            let Some(chosen) = chosen else { continue };
-            // The name of a key is lost with its memory node.
-            let is_told = tell.is_some() && !self.blocks.is_gone(chosen.word.place);
-            let mut name = is_told.then(Vec::new);
-            if self.evict_chosen(&trip, &table, *chosen, name.as_mut()).await? {
-                if let (Some(tell), Some(name)) = (&mut tell, name) {
-                    tell(table.db, &name);
-                }
-                self.removed.evicted.fetch_add(1, Ordering::Relaxed);
+            let Some(chosen) = self.choose(&sample, by) else { continue };
+            if self.evict_key(&trip, &table, chosen, &mut tell).await? {
                 return Ok(true);
             }
         }
         Ok(false)
     }
 
+    /// The key of a sample that goes first.
+    pub(super) fn choose(&self, sample: &[Sampled], by: Eviction) -> Option<Sampled> {
+        let chosen = match by {
+            Eviction::LeastUsed => sample.iter().min_by_key(|key| key.worth),
+            Eviction::SoonestExpiry => {
+                let volatile = sample.iter().filter(|key| key.expiry != 0);
+                volatile.min_by_key(|key| key.expiry)
+            }
+            Eviction::Random if sample.is_empty() => None,
+            Eviction::Random => sample.get(self.environment.random() as usize % sample.len()),
+        };
+        chosen.copied()
+    }
+
+    /// Deletes a chosen key and tells of it, if the slot still names the same block.
+    pub(super) async fn evict_key(
+        &self,
+        trip: &Trip<'_>,
+        table: &Arc<Table>,
+        chosen: Sampled,
+        tell: &mut Option<Tell<'_>>,
+    ) -> Result<bool, Error> {
+        // The name of a key is lost with its memory node.
+        let is_told = tell.is_some() && !self.blocks.is_gone(chosen.word.place);
+        let mut name = is_told.then(Vec::new);
+        if !self.evict_chosen(trip, table, chosen, name.as_mut()).await? {
+            return Ok(false);
+        }
+        if let (Some(tell), Some(name)) = (tell, name) {
+            tell(table.db, &name);
+        }
+        self.removed.evicted.fetch_add(1, Ordering::Relaxed);
+        Ok(true)
+    }
+
     /// A subtable, chosen in proportion to the keys.
-    fn random_table(&self) -> Option<Arc<Table>> {
+    pub(super) fn random_table(&self) -> Option<Arc<Table>> {
         let total: u64 = self.databases.iter().map(|database| database.keys()).sum();
         let mut key = self.environment.random() % total.max(1);
         for db in 0..DATABASES {
@@ -137,7 +156,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     }
 
     /// Some keys of a subtable, from a random group on.
-    async fn sample(
+    pub(super) async fn sample(
         &self,
         trip: &Trip<'_>,
         table: &Table,

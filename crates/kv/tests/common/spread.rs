@@ -93,6 +93,22 @@ impl Blocks for Spread {
         self.arena(place).is_leaving(place)
     }
 
+    fn blocks_beside(&self, place: Place) -> Vec<(Place, u32)> {
+        self.arena(place).blocks_beside(place)
+    }
+
+    fn vacate(&self, place: Place) {
+        self.arena(place).vacate(place);
+    }
+
+    fn reuse(&self, place: Place) {
+        self.arena(place).reuse(place);
+    }
+
+    async fn give_back(&self) -> Result<(), NoBlock> {
+        Ok(())
+    }
+
     fn settle(&self) {
         self.arenas.iter().for_each(Blocks::settle);
     }
