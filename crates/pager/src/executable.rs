@@ -315,6 +315,30 @@ mod tests {
     }
 
     #[test]
+    fn programs_that_do_not_run_with_the_preload_library_are_told_apart() {
+        assert_eq!(kind(&elf(&[(PT_INTERP, b"/lib/ld-musl-x86_64.so.1\0")])), Some(Kind::Musl));
+        assert_eq!(kind(&elf(&[(PT_INTERP, b"/ld-musl-/ld.so")])), Some(Kind::Dynamic));
+        // The strings lie behind the headers and the interpreter's name.
+        let named = |interpreter: &[u8], tag: u64, strings: &[u8]| {
+            let mut segments = vec![(PT_LOAD, strings)];
+            segments.extend((!interpreter.is_empty()).then_some((PT_INTERP, interpreter)));
+            let at = 64 + 56 * (segments.len() as u64 + 1);
+            let dynamic = [DT_NEEDED, 0, tag, 1, DT_STRTAB, at, 0, 0].map(u64::to_le_bytes);
+            let dynamic = dynamic.concat();
+            segments.push((PT_DYNAMIC, &dynamic));
+            kind(&elf(&segments))
+        };
+        let needed = |name: &[u8]| named(b"/lib/ld.so", DT_NEEDED, name);
+        assert_eq!(needed(b"?libasan.so.8\0"), Some(Kind::Sanitizer));
+        assert_eq!(needed(b"?libclang_rt.tsan-x86_64.so\0"), Some(Kind::Sanitizer));
+        assert_eq!(needed(b"?liblsan.so.0\0"), Some(Kind::Dynamic));
+        // A name under another tag is no library that the program needs.
+        assert_eq!(named(b"/lib/ld.so", DT_SONAME, b"?libasan.so.8\0"), Some(Kind::Dynamic));
+        assert_eq!(named(b"", DT_SONAME, b"?ld-linux-x86-64.so.2\0"), Some(Kind::Dynamic));
+        assert_eq!(named(b"", DT_SONAME, b"?other.so\0"), Some(Kind::Static));
+    }
+
+    #[test]
     fn damaged_files_are_no_error() {
         let whole = elf(&[(PT_INTERP, b"/lib/ld.so"), (PT_NOTE, NOTE), (PT_DYNAMIC, &[1; 40])]);
         for len in 0..whole.len() {
