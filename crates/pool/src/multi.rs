@@ -466,7 +466,7 @@ impl<N: Nic> MultiPool<N> {
 
 /// True for an error after which a memory node receives no more requests.
 fn is_gone(error: &Error) -> bool {
-    matches!(error, Error::Gone { .. } | Error::NotAdmitted { .. })
+    matches!(error, Error::Gone { .. } | Error::NotAdmitted { .. } | Error::Unreachable { .. })
 }
 
 /// True for a timeout. A later request may succeed.

@@ -167,15 +167,31 @@ pub fn connect(path: &Path) -> Result<OwnedFd, Error> {
     let flags = SocketFlags::CLOEXEC;
     let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
         .map_err(|e| system(attempt.clone(), e))?;
-    match rustix::net::connect(&fd, &addr) {
-        Ok(()) => Ok(fd),
-        Err(e @ (Errno::NOENT | Errno::CONNREFUSED)) => Err(Error::Gone {
-            attempt,
-            why: format!("no process serves it ({e}); start one with `granary serve`"),
-        }),
-        Err(e) => Err(system(attempt, e)),
-    }
+    rustix::net::connect(&fd, &addr)
+        .map_err(|errno| Error::Unreachable { attempt, why: unreachable_because(path, errno) })?;
+    Ok(fd)
 }
+
+/// The reason why no connection to the socket at `path` was made, and the next step.
+fn unreachable_because(path: &Path, errno: Errno) -> String {
+    let is_socket = fs::metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
+    let (why, next) = match errno {
+        Errno::NOENT | Errno::NOTDIR | Errno::LOOP => ("there is no such file", START),
+        Errno::CONNREFUSED if is_socket => ("no process listens there (any more)", START),
+        Errno::CONNREFUSED => ("the file is not a socket", START),
+        Errno::PROTOTYPE => ("the socket is of another kind, not a memory node's", START),
+        Errno::ACCESS | Errno::PERM => (
+            "this user may not connect",
+            "run the command as the user of the memory node, or start another one with `granary \
+             serve --socket PATH`",
+        ),
+        _ => return format!("{errno}; {START}"),
+    };
+    format!("{why} ({errno}); {next}")
+}
+
+const START: &str = "give the path of a running memory node's socket, or start one with `granary \
+                     serve --socket PATH`";
 
 fn seqpacket() -> Result<OwnedFd, Error> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -244,9 +260,32 @@ mod tests {
     }
 
     #[test]
-    fn connect_error_suggests_granary_serve() {
+    fn connect_error_names_the_path_the_cause_and_the_next_step() {
         let dir = tempfile::tempdir().unwrap();
-        let e = connect(&dir.path().join("none")).err().unwrap().to_string();
-        assert!(e.contains("granary serve"), "{e}");
+        let at = |name: &str| dir.path().join(name);
+        fs::write(at("notes"), "mine").unwrap();
+        drop(std::os::unix::net::UnixListener::bind(at("left")).unwrap());
+        let _stream = std::os::unix::net::UnixListener::bind(at("stream")).unwrap();
+        std::os::unix::fs::symlink(at("loop"), at("loop")).unwrap();
+        for (name, cause) in [
+            ("none", "no such file"),
+            ("none/below", "no such file"),
+            ("notes/below", "no such file"),
+            ("loop", "no such file"),
+            ("notes", "not a socket"),
+            (".", "not a socket"),
+            ("left", "no process listens there"),
+            ("stream", "of another kind"),
+        ] {
+            let error = connect(&at(name)).err().unwrap();
+            assert!(matches!(error, Error::Unreachable { .. }), "{error:?}");
+            let text = error.to_string();
+            let begin = format!("connecting to the memory node at {}: ", at(name).display());
+            assert!(text.starts_with(&begin), "{text}");
+            assert!(text.contains(cause) && text.contains("granary serve --socket"), "{text}");
+            assert!(!text.contains("lost") && !text.contains("gone"), "{text}");
+        }
+        let refused = unreachable_because(&at("left"), Errno::ACCESS);
+        assert!(refused.contains("user may not connect"), "{refused}");
     }
 }

@@ -49,6 +49,14 @@ pub enum Error {
         /// The symptom.
         why: String,
     },
+    /// No connection to a memory node was made. Nothing was stored there by this attempt.
+    #[error("{attempt}: {why}")]
+    Unreachable {
+        /// The operation that failed, with the address.
+        attempt: String,
+        /// The symptom, and the next step.
+        why: String,
+    },
     /// The memory node does not answer, and the connection is not re-established yet
     /// (`Pool::reestablish`). Its memory is as it was if the memory node goes on.
     #[error("{attempt}: {why}")]

@@ -133,7 +133,8 @@ impl SocketControl {
     /// [`SocketControl::connect`] with a time limit for each answer of the memory node.
     pub fn connect_within(path: &Path, patience: Duration) -> Result<Self, Error> {
         let link = Link::local(path)?;
-        let welcome = open(&link, &Opening::pool(), patience)?;
+        let opened = open(&link, &Opening::pool(), patience);
+        let welcome = opened.map_err(|error| greeting_at(path.display(), error))?;
         Ok(Self::new(link, welcome, None, patience))
     }
 
@@ -152,7 +153,7 @@ impl SocketControl {
         here: impl FnOnce(&Link, &NodeHello) -> Result<Option<RoceEnd>, Error>,
     ) -> Result<Self, Error> {
         let link = Link::remote(to)?;
-        let nonces = greet(&link, token, patience)?;
+        let nonces = greet(&link, token, patience).map_err(|error| greeting_at(to, error))?;
         let proof = token.map(|token| token.proof(Side::Client, &nonces));
         let welcome = open(&link, &Opening { proof, ..Opening::pool() }, patience)?;
         link.keep_for(welcome.client_timeout()).map_err(|e| gone(GREETING, e.to_string()))?;
@@ -454,23 +455,41 @@ fn converse(link: &Link, message: &[u8], patience: Duration) -> Result<Vec<u8>, 
     exchange(link, message, patience).map_err(|error| match error {
         // A memory node at its limit of connections closes a new one at once. If the memory node
         // has exited instead, the next connection attempt reports it.
-        Error::Gone { why, .. } if link.is_closed() => Error::NotAdmitted { why },
+        Error::Unreachable { why, .. } if link.is_closed() => Error::NotAdmitted { why },
         error => error,
     })
 }
 
 fn exchange(link: &Link, message: &[u8], patience: Duration) -> Result<Vec<u8>, Error> {
-    link.send(message).map_err(|e| gone(GREETING, e.to_string()))?;
+    link.send(message).map_err(|e| unheard(e.to_string()))?;
     let deadline = Instant::now() + patience;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(gone(GREETING, format!("no answer for {patience:?}")));
+            return Err(unheard(format!(
+                "no answer for {patience:?}; the process that serves this address is stopped \
+                 (SIGSTOP), or is no memory node"
+            )));
         }
-        let come = link.wait_readable(left).map_err(|e| gone(GREETING, e.to_string()))?;
-        if come && let Some(bytes) = link.receive().map_err(|why| gone(GREETING, why))? {
+        let come = link.wait_readable(left).map_err(|e| unheard(e.to_string()))?;
+        if come && let Some(bytes) = link.receive().map_err(unheard)? {
             return Ok(bytes);
         }
+    }
+}
+
+/// The error of a greeting that was not answered. Nothing is stored at the memory node yet.
+fn unheard(why: String) -> Error {
+    Error::Unreachable { attempt: GREETING.into(), why }
+}
+
+/// Names the address of a memory node that did not answer the greeting.
+fn greeting_at(address: impl std::fmt::Display, error: Error) -> Error {
+    match error {
+        Error::Unreachable { why, .. } => {
+            Error::Unreachable { attempt: format!("{GREETING} at {address}"), why }
+        }
+        error => error,
     }
 }
 

@@ -35,7 +35,7 @@ impl RemoteAddress {
         let found: Vec<SocketAddr> = found.map(canonical).collect();
         if found.is_empty() {
             let why = "the name has no address; check the name, or give the IP address".into();
-            return Err(Error::Gone { attempt: attempt(), why });
+            return Err(Error::Unreachable { attempt: attempt(), why });
         }
         Ok(found)
     }

@@ -68,7 +68,7 @@ impl Link {
             _ => "; check the address, the network and its firewalls",
         };
         let attempt = format!("connecting to the memory node at {to}");
-        Err(Error::Gone { attempt, why: format!("{source}{hint}") })
+        Err(Error::Unreachable { attempt, why: format!("{source}{hint}") })
     }
 
     /// Sends a message.
