@@ -132,14 +132,23 @@ impl Site {
     pub fn kill_node(&mut self, running: &Running) {
         match &mut self.node {
             Some(node) => node.kill().expect("the memory node runs"),
+            None => self.signal_node(running, Signal::KILL),
+        }
+    }
+
+    /// Sends a signal to the memory node.
+    pub fn signal_node(&self, running: &Running, signal: Signal) {
+        let node = match &self.node {
+            Some(node) => node.pid(),
             None => {
                 let mut children = processes_of(running);
                 children.retain(|&child| argument(child, 1) == "serve");
                 let [node] = children[..] else { panic!("not one memory node: {children:?}") };
-                let pid = Pid::from_raw(node).expect("a pid");
-                kill_process(pid, Signal::KILL).expect("the memory node runs");
+                node
             }
-        }
+        };
+        let pid = Pid::from_raw(node).expect("a pid");
+        kill_process(pid, signal).expect("the memory node runs");
     }
 
     /// Returns the assist of a running program (`--assist process`): there is exactly one.

@@ -17,6 +17,7 @@ use granary_tests::pager::{
 use granary_tests::run::{NodeKind, Paged, Site};
 use pager::config::EXIT_POOL_GONE;
 use pager::stats::Counter;
+use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
 
@@ -25,6 +26,7 @@ over_each_node![
     sort_uses_the_overflow_file_when_the_pool_is_full,
     sort_ends_when_the_node_is_killed,
     no_wrong_data_is_read_when_the_node_is_killed,
+    no_wrong_data_is_read_when_the_node_stops,
     python_with_threads_and_subprocesses,
     gcc_compiles_a_real_file,
     sqlite_builds_and_queries_a_table_in_memory,
@@ -125,16 +127,27 @@ fn sort_ends_when_the_node_is_killed(node: NodeKind) {
 
 /// A program that continuously reads and checks paged memory never sees wrong data.
 fn no_wrong_data_is_read_when_the_node_is_killed(node: NodeKind) {
-    let mut site = Site::new(node, "holder", 8 * MIB, "1GiB");
-    let program = site.scratch.compile("holder", include_str!("pager_programs/holder.c"));
-    let running = Running::start(&mut site.command(program.to_str().unwrap(), &[]));
-    // More pages than the program fills, so it is already rereading and changing them.
-    site.wait_for_pages_out(&running, 10_000);
-    site.kill_node(&running);
-    let Paged { outcome, stats } = site.finish(running);
-    assert_gone(&outcome);
-    assert_eq!(String::from_utf8_lossy(&outcome.stdout), "filled\n");
-    assert!(stats["pages_in"].as_u64() >= Some(1000), "{stats}");
+    no_wrong_data_is_read(node, "holder", Signal::KILL, 1);
+}
+
+/// A memory node that stops clears the chunks of its clients.
+fn no_wrong_data_is_read_when_the_node_stops(node: NodeKind) {
+    no_wrong_data_is_read(node, "holder-stop", Signal::TERM, 8);
+}
+
+fn no_wrong_data_is_read(node: NodeKind, name: &str, signal: Signal, rounds: u32) {
+    for round in 0..rounds {
+        let site = Site::new(node, &format!("{name}-{round}"), 8 * MIB, "1GiB");
+        let program = site.scratch.compile("holder", include_str!("pager_programs/holder.c"));
+        let running = Running::start(&mut site.command(program.to_str().unwrap(), &[]));
+        // More pages than the program fills, so it is already rereading and changing them.
+        site.wait_for_pages_out(&running, 10_000);
+        site.signal_node(&running, signal);
+        let Paged { outcome, stats } = site.finish(running);
+        assert_gone(&outcome);
+        assert_eq!(String::from_utf8_lossy(&outcome.stdout), "filled\n");
+        assert!(stats["pages_in"].as_u64() >= Some(1000), "{stats}");
+    }
 }
 
 fn assert_gone(outcome: &Outcome) {

@@ -93,16 +93,12 @@ impl DirectTransport {
         &self,
         ios: &[PageIo],
         call: impl Fn(u64, usize, usize) -> std::io::Result<()>,
-    ) -> Result<bool, TransportError> {
-        // The chunk memory outlives the connection to the memory node, so a transfer would still
-        // succeed. But after the end of the connection the chunks of this process are given to
-        // other processes.
-        self.pool.check_alive()?;
-        Ok(ios.iter().all(|io| {
+    ) -> bool {
+        ios.iter().all(|io| {
             let address = self.pool.address(io.chunk) + u64::from(io.offset_bytes);
             let bytes = usize::from(io.pages) * PAGE_BYTES;
             call(address, io.frame as usize * PAGE_BYTES, bytes).is_ok()
-        }))
+        })
     }
 }
 
@@ -153,12 +149,23 @@ impl Transport for DirectTransport {
         self.run(lane, direction, ios).map(|()| Ticket::complete())
     }
 
+    /// The chunk memory outlives the connection to the memory node, so a transfer would still
+    /// succeed. But the memory node ends the connection before it clears the chunks of this process
+    /// and gives them to other processes. So content that was read before the connection is found
+    /// alive is right. No content is written after the connection is found dead.
     fn run(&self, lane: Lane, direction: Direction, ios: &[PageIo]) -> Result<(), TransportError> {
         let frames = self.pool.frame_memory();
-        let done = self.each(ios, |at, frame, bytes| match direction {
-            Direction::Read => self.memory.read(at, frames, frame, bytes),
-            Direction::Write => self.memory.write(at, frames, frame, bytes),
-        })?;
+        let done = match direction {
+            Direction::Read => {
+                let done = self.each(ios, |at, to, bytes| self.memory.read(at, frames, to, bytes));
+                self.pool.check_alive()?;
+                done
+            }
+            Direction::Write => {
+                self.pool.check_alive()?;
+                self.each(ios, |at, from, bytes| self.memory.write(at, frames, from, bytes))
+            }
+        };
         if done { Ok(()) } else { self.pool.run(lane, direction, ios) }
     }
 
@@ -283,6 +290,31 @@ mod tests {
         transport.run(Lane::WriteBack, Direction::Write, &[io]).unwrap();
         transport.run(Lane::Demand, Direction::Read, &[PageIo { frame: 1, ..io }]).unwrap();
         assert_eq!(first_byte(&*transport, 1), 7);
+    }
+
+    /// The memory node clears the chunks of its clients when it ends.
+    #[test]
+    fn page_that_is_read_while_the_memory_node_ends_is_right_or_lost() {
+        for round in 0..30 {
+            let service = start(true);
+            let transport = connect_to(&service);
+            let chunk = transport.allocate_chunk().unwrap();
+            fill(&*transport, 0, 7);
+            let io = PageIo { chunk, offset_bytes: 0, frame: 0, pages: 1 };
+            transport.run(Lane::WriteBack, Direction::Write, &[io]).unwrap();
+            std::thread::scope(|scope| {
+                let (ready, reads) = std::sync::mpsc::channel();
+                let transport = &*transport;
+                scope.spawn(move || {
+                    while transport.run(Lane::Demand, Direction::Read, &[io]).is_ok() {
+                        assert_eq!(first_byte(transport, 0), 7, "round {round}");
+                        let _ = ready.send(());
+                    }
+                });
+                reads.recv().unwrap();
+                service.stop();
+            });
+        }
     }
 
     #[test]

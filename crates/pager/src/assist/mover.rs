@@ -78,10 +78,16 @@ impl DirectMover {
 }
 
 impl Mover for DirectMover {
-    /// Moves all pages at once. If the memory node has closed the connection, no page is moved.
+    /// Moves all pages at once. If the memory node has closed the connection, no page is written,
+    /// and a page that was read does not count: the memory node clears chunks after that.
     fn start(&mut self, _: Number, request: &Request) -> Result<Option<Outcome>, String> {
-        let is_done = !socket::has_hung_up(self.control())
-            && request.items.iter().all(|item| self.move_item(request.direction, item).is_ok());
+        let lives = || !socket::has_hung_up(self.control());
+        let move_all =
+            || request.items.iter().all(|item| self.move_item(request.direction, item).is_ok());
+        let is_done = match request.direction {
+            Direction::Read => move_all() && lives(),
+            Direction::Write => lives() && move_all(),
+        };
         Ok(Some(if is_done { Outcome::Moved } else { Outcome::Failed }))
     }
 }

@@ -335,6 +335,15 @@ impl<'a> Control<'a> {
         Some(client)
     }
 
+    /// Ends a connection that stays in the table until its client is retired. A client that reads
+    /// its chunks itself must not take cleared memory for its own.
+    fn hang_up(&self, id: ConnectionId) {
+        if let Some(connection) = self.connections.get(&id) {
+            // The peer may have ended the connection already.
+            let _ = rustix::net::shutdown(connection, rustix::net::Shutdown::Both);
+        }
+    }
+
     /// Closes a connection, and the connections that depend on it.
     fn close(&mut self, id: ConnectionId) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
@@ -350,6 +359,7 @@ impl<'a> Control<'a> {
                     })
                     .collect();
                 for other in &on_it {
+                    self.hang_up(*other);
                     self.leave(*other, "its NIC session ended");
                 }
                 on_it
@@ -358,6 +368,7 @@ impl<'a> Control<'a> {
             // too.
             Role::Pool(session) => {
                 let nic = session.nic;
+                self.hang_up(id);
                 self.leave(id, "its connection ended");
                 let others = self.connections.iter_mut().any(|(other, c)| {
                     *other != id && nic.is_some() && c.pool().is_some_and(|p| p.nic == nic)
