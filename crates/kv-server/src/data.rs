@@ -43,7 +43,7 @@ use verbs::Nic;
 
 use crate::context::Context;
 use crate::error::Error;
-use crate::keyspace::{Fact, Keyspace, Size, Usage};
+use crate::keyspace::{Fact, Keyspace, Outages, Size, Usage};
 use crate::server::Server;
 use crate::session::Queue;
 use crate::worker::Worker;
@@ -215,6 +215,11 @@ impl<N: Nic> Keyspace for Data<N> {
             fact("cache_hits", stats.cache.hits),
             fact("cache_misses", stats.cache.misses),
         ]
+    }
+
+    /// [`Reopened`] knows the outages.
+    fn outages(&self) -> Outages {
+        Outages::default()
     }
 
     fn configured(&self, server: &Server) {

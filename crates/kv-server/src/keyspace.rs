@@ -68,6 +68,8 @@ pub struct Outages {
 ///
 /// All threads of a server use one value of this type. The futures run on the thread of the
 /// connection, so they need not be `Send`.
+///
+/// No method has a default: a keyspace that passes calls on to another one would miss it silently.
 pub trait Keyspace: Send + Sync + Sized + 'static {
     /// The state of WATCH of one connection. Its default watches nothing.
     type Watches: Default;
@@ -87,13 +89,11 @@ pub trait Keyspace: Send + Sync + Sized + 'static {
     /// [`Session::ahead`]: crate::session::Session
     fn read_ahead<'k>(
         &self,
-        _worker: &Worker,
-        _db: u8,
-        _keys: impl Iterator<Item = &'k [u8]>,
-        _ahead: &mut Ahead,
-    ) -> impl Future<Output = ()> {
-        std::future::ready(())
-    }
+        worker: &Worker,
+        db: u8,
+        keys: impl Iterator<Item = &'k [u8]>,
+        ahead: &mut Ahead,
+    ) -> impl Future<Output = ()>;
 
     /// Ends all watches of a connection. DISCARD, RESET and the end of the connection call this.
     fn unwatch(&self, watches: &mut Self::Watches);
@@ -142,17 +142,13 @@ pub trait Keyspace: Send + Sync + Sized + 'static {
     fn persistence(&self) -> Vec<Fact>;
 
     /// Returns whether the last save in the background has failed.
-    fn is_save_broken(&self) -> bool {
-        false
-    }
+    fn is_save_broken(&self) -> bool;
 
     /// Fields of the section `# Pool` of INFO.
     fn facts(&self) -> Vec<Fact>;
 
     /// Times in which the memory nodes did not answer.
-    fn outages(&self) -> Outages {
-        Outages::default()
-    }
+    fn outages(&self) -> Outages;
 
     /// A parameter of the configuration has changed.
     fn configured(&self, server: &Server);

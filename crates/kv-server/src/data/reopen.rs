@@ -350,6 +350,10 @@ impl<N: Nic> Keyspace for Reopened<N> {
         self.current.read().persistence()
     }
 
+    fn is_save_broken(&self) -> bool {
+        self.current.read().is_save_broken()
+    }
+
     fn facts(&self) -> Vec<Fact> {
         let outages = self.outages();
         let status = if outages.is_out { "silent" } else { "ok" };

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kv_server::context::Context;
 use kv_server::execute_one;
-use kv_server::keyspace::{Fact, Keyspace, Size, Usage};
+use kv_server::keyspace::{Fact, Keyspace, Outages, Size, Usage};
 use kv_server::server::Server;
 use kv_server::session::Queue;
 use kv_server::worker::Worker;
@@ -87,6 +87,15 @@ impl Keyspace for Map {
         }
     }
 
+    async fn read_ahead<'k>(
+        &self,
+        _: &Worker,
+        _: u8,
+        _: impl Iterator<Item = &'k [u8]>,
+        _: &mut kv::Ahead,
+    ) {
+    }
+
     fn unwatch(&self, watches: &mut Self::Watches) {
         watches.clear();
     }
@@ -131,6 +140,14 @@ impl Keyspace for Map {
 
     fn persistence(&self) -> Vec<Fact> {
         vec![Fact { name: "rdb_saves", value: "7".to_owned() }]
+    }
+
+    fn is_save_broken(&self) -> bool {
+        false
+    }
+
+    fn outages(&self) -> Outages {
+        Outages::default()
     }
 
     fn facts(&self) -> Vec<Fact> {

@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use kv_server::config::Config;
-use kv_server::data::Data;
+use kv_server::data::{Data, Reopened};
 use kv_server::{Error, Setup, Stop};
 use pool::Pool;
 use redis_formats::words;
@@ -118,7 +118,10 @@ impl Ours {
         }
         let settings = pool::Settings { donate_bytes, chunk_bytes: 64 << 10, ..Default::default() };
         let pool = Pool::embedded(settings).unwrap();
-        let data = Data::create(pool, heap::Settings::default(), kv::Settings::default()).unwrap();
+        let (heap, settings) = (heap::Settings::default(), kv::Settings::default());
+        let data = Data::create(pool, heap, settings.clone()).unwrap();
+        // As in the product.
+        let data = Reopened::new(data, heap, settings);
         let running = Setup { config, ..Setup::default() }.start(Arc::new(data)).unwrap();
         let (stop, address) = (running.stop(), running.addresses()[0].clone());
         let ended = Some(std::thread::spawn(move || running.wait()));
@@ -167,7 +170,7 @@ impl Client {
     }
 
     /// Sends all requests before the first reply is read. Returns the replies.
-    fn ask_all(&mut self, lines: &[String]) -> Vec<u8> {
+    pub fn ask_all(&mut self, lines: &[String]) -> Vec<u8> {
         let requests: Vec<u8> = lines.iter().flat_map(|line| request(line)).collect();
         self.0.get_mut().write_all(&requests).unwrap();
         let mut replies = Vec::new();
