@@ -216,6 +216,69 @@ fn expired_key_is_not_counted_behind_a_scan() {
     }
 }
 
+/// What meets a key with an expiry in the past, behind `SET k v PXAT 2`. Nothing expired is left.
+const EXPIRED: [&str; 34] = [
+    "GET k",
+    "SET k w",
+    "SET k w NX",
+    "SET k w XX",
+    "SET k w GET",
+    "SET k w PXAT 2\nGET k",
+    "SETEX k 10 w",
+    "SETNX k w",
+    "GETSET k w",
+    "GETDEL k",
+    "APPEND k w",
+    "INCR k",
+    "SETBIT k 0 1",
+    "DEL k",
+    "DEL k a",
+    "MGET k a",
+    "MSET k 1 b 2",
+    "MSETNX k 1 b 2",
+    "RENAME k b",
+    "SET a 1\nRENAME a k",
+    "SET a 1\nCOPY a k",
+    "MOVE k 1",
+    "BITOP NOT d k",
+    "SET a 1\nBITOP NOT k a",
+    "EXPIRE k 100",
+    "PERSIST k",
+    "OBJECT ENCODING k",
+    "RESTORE k 0 \"\\x00\\xc0{\\n\\x00H\\xe2S\\xe1\\x00zg\\xb9\"",
+    "RESTORE b 2 \"\\x00\\xc0{\\n\\x00H\\xe2S\\xe1\\x00zg\\xb9\" ABSTTL\nGET b\nGET k",
+    "MULTI\nSET k w\nEXEC",
+    "MULTI\nGET k\nEXEC",
+    "MULTI\nDEL k\nEXEC",
+    "MULTI\nSET b v PXAT 2\nGET b\nSET c v PXAT 2\nSET c w\nGET k\nEXEC",
+    "SET b v\nPEXPIREAT b 1\nGETEX c PXAT 1\nSET d v\nGETEX d PXAT 1\nGET k",
+];
+
+#[test]
+fn expired_keys_are_counted_as_redis_does() {
+    let Some(mut pair) = Pair::start() else { return };
+    pair.connect("2");
+    let count = |pair: &mut Pair, which| {
+        let info = String::from_utf8(pair.ask_one(which, "INFO stats")).unwrap();
+        let line = info.lines().find_map(|line| line.strip_prefix("expired_keys:"));
+        line.unwrap().trim().parse::<u64>().unwrap()
+    };
+    let mut wrong = Vec::new();
+    for lines in EXPIRED {
+        pair.ask("FLUSHALL");
+        pair.ask("CONFIG RESETSTAT");
+        for line in std::iter::once("SET k v PXAT 2").chain(lines.lines()) {
+            let [theirs, ours] = pair.ask(line);
+            assert_eq!(theirs, ours, "{line} of {lines}");
+        }
+        let counts = [0, 1].map(|which| count(&mut pair, which));
+        if counts[0] != counts[1] {
+            wrong.push((lines, counts));
+        }
+    }
+    assert!(wrong.is_empty(), "redis and ours: {wrong:?}");
+}
+
 #[test]
 fn paused_server_keeps_expired_keys_and_does_not_show_them() {
     let mut pair = Pair::of_ours(Ours::start(None));

@@ -12,7 +12,7 @@ use verbs::Nic;
 use super::Data;
 use super::call::{Call, Cell, Cells, Change, Effects, Output, perform};
 use super::plan::{KeyAt, Plan, cells_of, keys, plan};
-use super::run::{call_of, publish, room, text_of};
+use super::run::{call_of, publish, room, take_expired, text_of};
 use super::upkeep::Attempts;
 use crate::context::{Args, Context};
 use crate::dispatch::{execute_one, is_allowed};
@@ -78,6 +78,8 @@ struct Step<'a> {
     cells: Vec<usize>,
     reply: Vec<u8>,
     effects: Effects,
+    /// Numbers of the keys that the command has found expired.
+    expired: Vec<usize>,
 }
 
 /// The steps of a transaction. `None` for a command that is no step.
@@ -146,8 +148,8 @@ fn steps<'a, N: Nic>(
         };
         let cells = firsts.iter().map(&mut number).collect();
         let are_told = cx.server().config.live.notify() != 0;
-        let (reply, effects) = (Vec::new(), Effects::new(are_told));
-        steps.push(Some(Step { call, plan, keys, of, cells, reply, effects }));
+        let (reply, effects, expired) = (Vec::new(), Effects::new(are_told), Vec::new());
+        steps.push(Some(Step { call, plan, keys, of, cells, reply, effects, expired }));
     }
     steps
 }
@@ -170,6 +172,7 @@ pub(super) async fn execute_queue<N: Nic>(cx: &mut Context<'_, Data<N>>, queue: 
         .map(|(number, (db, key))| Wanted { db: *db, key, is_read: number < planned })
         .collect();
     let protocol = cx.session.protocol;
+    let keeps_expired = data.keeps_expired(cx.worker);
     let mut attempts = Attempts::default();
     let is_kept = loop {
         let watches = &*cx.watches;
@@ -182,6 +185,10 @@ pub(super) async fn execute_queue<N: Nic>(cx: &mut Context<'_, Data<N>>, queue: 
                 return false;
             }
             for step in steps.iter_mut().flatten() {
+                step.expired.clear();
+                if !keeps_expired {
+                    take_expired(transaction, &step.cells, &mut step.expired);
+                }
                 execute(data, step, transaction, protocol, &named);
             }
             true
@@ -205,6 +212,9 @@ pub(super) async fn execute_queue<N: Nic>(cx: &mut Context<'_, Data<N>>, queue: 
     for (queued, step) in queue.commands.iter().zip(steps) {
         if let Some(step) = step {
             cx.session.is_closing |= step.effects.has_panicked;
+            for (db, key) in step.expired.iter().map(|number| named[*number]) {
+                data.note_expired(cx.worker, db, key);
+            }
             publish(cx, &step.call, &step.effects, &step.keys);
             let (db, key) = (data.state.physical(step.call.db), step.call.args.get(1));
             if let Err(error) = data.set_worth(db, key, &step.effects).await {

@@ -199,18 +199,20 @@ async fn run_one<N: Nic>(
         cell.into_change()
     };
     let needs_value = plan.needs_value || data.state.is_saving();
-    if call.command.has(WRITE) && needs_value {
-        let change = |value: Option<&[u8]>, expiry| execute(value, expiry).into_update();
-        data.store.update(db, key, change).await?;
-        data.set_worth(db, key, effects).await?;
-        data.drop_expired(cx.worker, db, key, is_missing).await
-    } else if call.command.has(WRITE) {
-        let change = |expiry: Option<u64>| {
-            execute(expiry.map(|_| &[][..]), expiry.unwrap_or(0)).into_update()
+    if call.command.has(WRITE) {
+        let ends_expired = if needs_value {
+            let change = |value: Option<&[u8]>, expiry| execute(value, expiry).into_update();
+            data.store.update(db, key, change).await?
+        } else {
+            let change = |expiry: Option<u64>| {
+                execute(expiry.map(|_| &[][..]), expiry.unwrap_or(0)).into_update()
+            };
+            data.store.alter(db, key, change).await?
         };
-        data.store.alter(db, key, change).await?;
+        if ends_expired {
+            data.note_expired(cx.worker, db, key);
+        }
         data.set_worth(db, key, effects).await?;
-        data.drop_expired(cx.worker, db, key, is_missing).await
     } else if plan.needs_value {
         match cx.session.ahead.value() {
             Some(Some((value, expiry))) => execute(Some(value), expiry),
@@ -220,12 +222,11 @@ async fn run_one<N: Nic>(
                 None => execute(None, 0),
             },
         };
-        data.drop_expired(cx.worker, db, key, effects.misses > 0).await
     } else {
         let expiry = data.store.expiry(db, key).await?;
         execute(expiry.map(|_| &[][..]), expiry.unwrap_or(0));
-        data.drop_expired(cx.worker, db, key, expiry.is_none()).await
     }
+    data.drop_expired(cx.worker, db, key, is_missing).await
 }
 
 /// Executes `call` on several keys, all or nothing.
@@ -262,8 +263,13 @@ async fn run_several<'v, N: Nic>(
     let is_read = plan.needs_value || data.state.is_saving();
     let wanted: Vec<Wanted<'_>> =
         named.iter().map(|(db, key)| Wanted { db: *db, key, is_read }).collect();
+    let (keeps_expired, mut expired) = (data.keeps_expired(cx.worker), Vec::new());
     data.store
         .atomically(&wanted, |transaction| {
+            expired.clear();
+            if !keeps_expired {
+                take_expired(transaction, &firsts, &mut expired);
+            }
             let cell = |number: &usize| {
                 let expiry = transaction.expiry(*number).unwrap_or(0);
                 Cell::new(transaction.get(*number), expiry)
@@ -281,5 +287,23 @@ async fn run_several<'v, N: Nic>(
                 change.leave(transaction, *number);
             }
         })
-        .await
+        .await?;
+    for (db, key) in expired.into_iter().map(|number| named[number]) {
+        data.note_expired(cx.worker, db, key);
+    }
+    Ok(())
+}
+
+/// Deletes those of the keys that have expired, and adds their numbers to `expired`.
+pub(super) fn take_expired(
+    transaction: &mut Transaction,
+    numbers: &[usize],
+    expired: &mut Vec<usize>,
+) {
+    for &number in numbers {
+        if transaction.has_expired(number) {
+            transaction.delete(number);
+            expired.push(number);
+        }
+    }
 }

@@ -145,7 +145,18 @@ impl<N: Nic> Data<N> {
         evicted > 0 || is_tended && self.store.blocks().usage().limbo < limbo
     }
 
-    /// Deletes a key that a command has found expired. CLIENT PAUSE keeps such keys.
+    /// Returns whether CLIENT PAUSE keeps expired keys.
+    pub(super) fn keeps_expired(&self, worker: &Worker) -> bool {
+        worker.server.pause.is_active(worker.now_ms())
+    }
+
+    /// Counts and tells that an expired key is there no more.
+    pub(super) fn note_expired(&self, worker: &Worker, db: u8, key: &[u8]) {
+        worker.stats().expired.add(1);
+        worker.server.notify(b'x', "expired", self.state.logical(db), key);
+    }
+
+    /// Deletes a key that a command has found expired.
     pub(super) async fn drop_expired(
         &self,
         worker: &Worker,
@@ -155,7 +166,7 @@ impl<N: Nic> Data<N> {
     ) -> Result<(), kv::Error> {
         let now_ms = worker.now_ms();
         let is_due = || self.store.next_expiry().is_some_and(|next| next <= now_ms);
-        if !is_missing || !is_due() || worker.server.pause.is_active(now_ms) {
+        if !is_missing || !is_due() || self.keeps_expired(worker) {
             return Ok(());
         }
         let change = |expiry: Option<u64>| match expiry {
@@ -163,18 +174,15 @@ impl<N: Nic> Data<N> {
             None => kv::Update::Delete,
             Some(_) => kv::Update::Keep,
         };
-        let before = self.store.len(db);
-        self.store.alter(db, key, change).await?;
-        if self.store.len(db) < before {
-            worker.stats().expired.add(1);
-            worker.server.notify(b'x', "expired", self.state.logical(db), key);
+        if self.store.alter(db, key, change).await? {
+            self.note_expired(worker, db, key);
         }
         Ok(())
     }
 
-    /// Deletes expired keys. CLIENT PAUSE keeps them.
+    /// Deletes expired keys.
     pub(super) async fn sweep(&self, worker: &Worker) -> Result<(), kv::Error> {
-        if worker.server.pause.is_active(worker.now_ms()) {
+        if self.keeps_expired(worker) {
             return Ok(());
         }
         for _ in 0..SWEEPS {

@@ -153,7 +153,7 @@ impl World {
                     };
                     let swapped = store.update(0, &bytes, swap).await;
                     let did = Did::Swap(number, old.unwrap_or(None));
-                    (swapped.map(|()| did), Some(Did::Set(number)))
+                    (swapped.map(|_| did), Some(Did::Set(number)))
                 }
             };
             self.operations.set(self.operations.get() + 1);

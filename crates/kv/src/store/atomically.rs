@@ -74,6 +74,8 @@ pub struct Transaction {
     /// Number of the first key that is equal.
     same: Vec<usize>,
     states: Vec<State>,
+    /// Milliseconds since 1970.
+    now: u64,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -82,6 +84,8 @@ struct State {
     value: Vec<u8>,
     expiry: u64,
     is_changed: bool,
+    /// An expired value is there, which is not deleted yet.
+    has_expired: bool,
 }
 
 impl Transaction {
@@ -106,6 +110,12 @@ impl Transaction {
         state.is_there.then_some(state.expiry)
     }
 
+    /// True if key number `key` has expired, and was neither written nor deleted since.
+    pub fn has_expired(&self, key: usize) -> bool {
+        let state = &self.states[self.same[key]];
+        state.has_expired || state.is_there && (1..=self.now).contains(&state.expiry)
+    }
+
     /// Writes key number `key`.
     pub fn put(&mut self, key: usize, value: Vec<u8>, expiry: Expiry) {
         let state = self.state(key);
@@ -115,7 +125,7 @@ impl Transaction {
             Expiry::Keep => 0,
             Expiry::At(at) => at.min(EXPIRY_MAX),
         };
-        *state = State { is_there: true, value, expiry, is_changed: true };
+        *state = State { is_there: true, value, expiry, is_changed: true, has_expired: false };
     }
 
     /// Deletes key number `key`. Returns true if the key was there.
@@ -256,8 +266,9 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             // All subtables cover their keys, and no split or merge runs inside the gates.
             return Err(self.foreign_prefix(sought[0].table.as_ref().unwrap_or(entered[0].table())));
         };
-        let states = self.states(trip, &sought, &found, &buffer).await?;
-        let mut transaction = Transaction { same: same.to_vec(), states };
+        let now = self.environment.now();
+        let states = self.states(trip, &sought, &found, &buffer, now).await?;
+        let mut transaction = Transaction { same: same.to_vec(), states, now };
         let result = change(&mut transaction);
         let mut ready = Vec::new();
         for (number, state) in transaction.states.iter().enumerate() {
@@ -304,11 +315,14 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         sought: &[Sought<'_>],
         found: &[Found],
         buffer: &[u8],
+        now: u64,
     ) -> Result<Vec<State>, Error> {
-        let now = self.environment.now();
         let mut states = Vec::with_capacity(sought.len());
         for (sought, found) in sought.iter().zip(found) {
             let mut state = State::default();
+            let is_lost = |hit: &Hit| self.blocks.is_gone(hit.word.place);
+            let expired = found.hit.as_ref().filter(|hit| hit.is_expired(now) && !is_lost(hit));
+            state.has_expired = expired.is_some();
             if let Some(hit) = found.hit.as_ref().filter(|hit| !hit.is_expired(now)) {
                 (state.is_there, state.expiry) = (true, hit.expiry);
                 if sought.want == Want::Value {

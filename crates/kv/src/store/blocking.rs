@@ -71,7 +71,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         db: u8,
         key: &[u8],
         change: impl FnMut(Option<&[u8]>, u64) -> Update<'v>,
-    ) -> Result<(), Error> {
+    ) -> Result<bool, Error> {
         block_on(self.update(db, key, change))
     }
 

@@ -77,6 +77,13 @@ pub enum Update<'v> {
     Expire(u64),
 }
 
+impl Update<'_> {
+    /// True if the value that a key had is there no more.
+    fn replaces(&self) -> bool {
+        matches!(self, Self::Put(..) | Self::Delete)
+    }
+}
+
 /// A key that is there, as a decision sees it.
 pub(super) struct Current<'a> {
     /// The value, if the operation wants values.
@@ -117,7 +124,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let ahead = ahead.filter(|_| is_plain && self.settings.form == Form::Published);
         let want = if options.get { Want::Value } else { Want::Places };
         let mut outcome = Outcome::default();
-        let decide = |current: Option<Current<'_>>| {
+        let decide = |current: Option<Current<'_>>, _| {
             let is_met = match options.condition {
                 Condition::Always => true,
                 Condition::IfAbsent => current.is_none(),
@@ -135,7 +142,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     pub async fn delete(&self, db: u8, key: &[u8]) -> Result<bool, Error> {
         let key = self.key(db, key)?;
         let mut was_there = false;
-        let decide = |current: Option<Current<'_>>| {
+        let decide = |current: Option<Current<'_>>, _| {
             was_there = current.is_some();
             Update::Delete
         };
@@ -146,19 +153,26 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     /// Changes a key by `change`, which gets the value (`None`: the key is not there) and the
     /// expiry in milliseconds since 1970 (0: none). No other change of the key comes in between.
     ///
-    /// `change` may be called again, if a split moved the key meanwhile.
+    /// `change` may be called again, if a split moved the key meanwhile. Returns true if the change
+    /// replaced or deleted a key that had expired.
     pub async fn update<'v>(
         &self,
         db: u8,
         key: &[u8],
         mut change: impl FnMut(Option<&[u8]>, u64) -> Update<'v>,
-    ) -> Result<(), Error> {
+    ) -> Result<bool, Error> {
         let key = self.key(db, key)?;
-        let decide = |current: Option<Current<'_>>| match current {
-            Some(current) => change(Some(current.value.unwrap_or_default()), current.expiry),
-            None => change(None, 0),
+        let mut ends_expired = false;
+        let decide = |current: Option<Current<'_>>, has_expired| {
+            let update = match current {
+                Some(current) => change(Some(current.value.unwrap_or_default()), current.expiry),
+                None => change(None, 0),
+            };
+            ends_expired = has_expired && update.replaces();
+            update
         };
-        self.change(Operation::Update, key, Want::Value, None, decide).await
+        self.change(Operation::Update, key, Want::Value, None, decide).await?;
+        Ok(ends_expired)
     }
 
     /// Like [`Store::update`], for a change that does not need the value: `change` gets the expiry
@@ -168,10 +182,16 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         db: u8,
         key: &[u8],
         mut change: impl FnMut(Option<u64>) -> Update<'v>,
-    ) -> Result<(), Error> {
+    ) -> Result<bool, Error> {
         let key = self.key(db, key)?;
-        let decide = |current: Option<Current<'_>>| change(current.map(|current| current.expiry));
-        self.change(Operation::Set, key, Want::Places, None, decide).await
+        let mut ends_expired = false;
+        let decide = |current: Option<Current<'_>>, has_expired| {
+            let update = change(current.map(|current| current.expiry));
+            ends_expired = has_expired && update.replaces();
+            update
+        };
+        self.change(Operation::Set, key, Want::Places, None, decide).await?;
+        Ok(ends_expired)
     }
 
     /// Sets the expiry of a key to `at`, in milliseconds since 1970; 0 removes the expiry. A time
@@ -188,7 +208,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let key = self.key(db, key)?;
         let mut is_done = false;
         let now = self.environment.now();
-        let decide = |current: Option<Current<'_>>| {
+        let decide = |current: Option<Current<'_>>, _| {
             is_done = current.is_some_and(|current| is_wanted(current.expiry));
             match is_done {
                 false => Update::Keep,
@@ -200,14 +220,14 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         Ok(is_done)
     }
 
-    /// Changes one key as `decide` says.
+    /// Changes one key as `decide` says, which also gets whether the key had expired.
     pub(super) async fn change<'v>(
         &self,
         kind: Operation,
         key: Key<'_>,
         want: Want,
         ahead: Ahead<'_>,
-        mut decide: impl FnMut(Option<Current<'_>>) -> Update<'v>,
+        mut decide: impl FnMut(Option<Current<'_>>, bool) -> Update<'v>,
     ) -> Result<(), Error> {
         let ticket = self.ticket(&key, Hold::Exclusive);
         ticket.valid().await;
@@ -227,7 +247,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
                 Tried::Done => return Ok(()),
                 Tried::Again => {}
                 Tried::NoSlot(table, depth) => self.split(&table, depth).await?,
-                Tried::NoDirectory => match decide(None) {
+                Tried::NoDirectory => match decide(None, false) {
                     Update::Put(..) => self.begin_database(key.db).await?,
                     _ => return Ok(()),
                 },
@@ -241,7 +261,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         key: &Key<'_>,
         want: Want,
         ahead: Ahead<'_>,
-        decide: &mut impl FnMut(Option<Current<'_>>) -> Update<'v>,
+        decide: &mut impl FnMut(Option<Current<'_>>, bool) -> Update<'v>,
     ) -> Result<Tried, Error> {
         let Some(table) = self.database(key).table(key.hash.upper) else {
             return Ok(Tried::NoDirectory);
@@ -265,7 +285,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         key: &Key<'_>,
         want: Want,
         ready: &mut Option<Fresh<'s, B>>,
-        decide: &mut impl FnMut(Option<Current<'_>>) -> Update<'v>,
+        decide: &mut impl FnMut(Option<Current<'_>>, bool) -> Update<'v>,
     ) -> Result<Tried, Error> {
         let mut buffer = self.buffers.take();
         let along = ready.as_ref().map(Fresh::write);
@@ -285,7 +305,9 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let seen = (want == Want::Value).then_some(value.as_slice());
         let current = alive.map(|hit| Current { value: seen, expiry: hit.expiry });
         let expiry_before = alive.map_or(0, |hit| hit.expiry);
-        match (decide(current), &hit) {
+        let is_lost = |hit: &Hit| self.blocks.is_gone(hit.word.place);
+        let has_expired = alive.is_none() && hit.as_ref().is_some_and(|hit| !is_lost(hit));
+        match (decide(current, has_expired), &hit) {
             (Update::Keep, _) | (Update::Delete | Update::Expire(_), None) => Ok(Tried::Done),
             (Update::Delete, Some(hit)) => self.unlink(trip, table, key, hit, &buffer).await,
             (Update::Expire(at), Some(hit)) => {
