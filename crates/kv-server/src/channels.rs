@@ -17,6 +17,7 @@ type Subscribers = HashMap<Arc<[u8]>, Vec<Arc<Client>>>;
 pub(crate) struct Channels {
     channels: RwLock<Subscribers>,
     patterns: RwLock<Subscribers>,
+    shards: RwLock<Subscribers>,
     /// Number of subscriptions, so that PUBLISH without a subscriber takes no lock.
     count: AtomicUsize,
 }
@@ -26,6 +27,12 @@ pub(crate) struct Channels {
 pub(crate) enum To {
     Channel,
     Pattern,
+    /// A channel of one shard of a cluster. Without a cluster, a second set of channels.
+    Shard,
+}
+
+impl To {
+    pub const ALL: [Self; 3] = [Self::Channel, Self::Pattern, Self::Shard];
 }
 
 impl Channels {
@@ -33,6 +40,7 @@ impl Channels {
         match to {
             To::Channel => &self.channels,
             To::Pattern => &self.patterns,
+            To::Shard => &self.shards,
         }
     }
 
@@ -62,7 +70,7 @@ impl Channels {
         if let Some(subscribers) = self.channels.read().get(channel) {
             for client in subscribers {
                 let protocol = client.protocol();
-                client.send(limit, |mail| write(mail, protocol, None, channel, message));
+                client.send(limit, |mail| write(mail, protocol, "message", channel, message));
                 deliveries += 1;
             }
         }
@@ -72,50 +80,62 @@ impl Channels {
             }
             for client in subscribers {
                 let protocol = client.protocol();
-                client.send(limit, |mail| write(mail, protocol, Some(pattern), channel, message));
+                client.send(limit, |mail| write_by(mail, protocol, pattern, channel, message));
                 deliveries += 1;
             }
         }
         deliveries
     }
 
+    /// Delivers a message to the subscribers of a shard channel. Returns their number.
+    pub fn publish_in_shard(&self, channel: &[u8], message: &[u8], limit: OutputLimit) -> usize {
+        let shards = self.shards.read();
+        let subscribers = shards.get(channel).map_or(&[][..], Vec::as_slice);
+        for client in subscribers {
+            let protocol = client.protocol();
+            client.send(limit, |mail| write(mail, protocol, "smessage", channel, message));
+        }
+        subscribers.len()
+    }
+
     /// The channels with subscribers that `pattern` matches.
-    pub fn matching(&self, pattern: Option<&[u8]>) -> Vec<Arc<[u8]>> {
-        let channels = self.channels.read();
+    pub fn matching(&self, to: To, pattern: Option<&[u8]>) -> Vec<Arc<[u8]>> {
+        let channels = self.table(to).read();
         let wanted = |name: &&Arc<[u8]>| pattern.is_none_or(|own| glob::matches(own, name));
         channels.keys().filter(wanted).cloned().collect()
     }
 
     /// The number of subscribers of a channel.
-    pub fn subscribers(&self, channel: &[u8]) -> usize {
-        self.channels.read().get(channel).map_or(0, Vec::len)
+    pub fn subscribers(&self, to: To, channel: &[u8]) -> usize {
+        self.table(to).read().get(channel).map_or(0, Vec::len)
     }
 
-    /// The numbers of channels and of patterns.
-    pub fn counts(&self) -> (usize, usize) {
-        (self.channels.read().len(), self.patterns.read().len())
+    /// The number of channels or patterns.
+    pub fn count(&self, to: To) -> usize {
+        self.table(to).read().len()
     }
 }
 
-fn write(
+fn write(mail: &mut Vec<u8>, protocol: Protocol, kind: &str, channel: &[u8], message: &[u8]) {
+    let mut writer = Writer::new(mail, protocol);
+    writer.push(3);
+    writer.bulk(kind);
+    writer.bulk(channel);
+    writer.bulk(message);
+}
+
+/// Writes a message that comes by a pattern.
+fn write_by(
     mail: &mut Vec<u8>,
     protocol: Protocol,
-    pattern: Option<&[u8]>,
+    pattern: &[u8],
     channel: &[u8],
     message: &[u8],
 ) {
     let mut writer = Writer::new(mail, protocol);
-    match pattern {
-        None => {
-            writer.push(3);
-            writer.bulk("message");
-        }
-        Some(pattern) => {
-            writer.push(4);
-            writer.bulk("pmessage");
-            writer.bulk(pattern);
-        }
-    }
+    writer.push(4);
+    writer.bulk("pmessage");
+    writer.bulk(pattern);
     writer.bulk(channel);
     writer.bulk(message);
 }
@@ -159,7 +179,7 @@ mod tests {
         channels.unsubscribe(To::Channel, b"news", &one);
         channels.unsubscribe(To::Pattern, b"n*", &two);
         assert_eq!(channels.publish(b"news", b"x", limit), 0);
-        assert_eq!(channels.counts(), (0, 0));
+        assert_eq!(To::ALL.map(|to| channels.count(to)), [0; 3]);
     }
 
     #[test]

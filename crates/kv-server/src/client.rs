@@ -30,6 +30,8 @@ pub mod flag {
     pub const PAUSED: u32 = 1 << 7;
     /// The users have changed: the connection looks up its user and its rights again.
     pub const USERS: u32 = 1 << 8;
+    /// CLIENT NO-TOUCH was called: reads are no uses of keys.
+    pub const NO_TOUCH: u32 = 1 << 9;
     /// An event for the connection's task: it must look at the flags.
     pub const EVENTS: u32 = KILLED | MAIL | USERS;
 }
@@ -43,6 +45,25 @@ pub struct OutputLimit {
     pub soft: u64,
     /// Seconds for which more than `soft` bytes may wait.
     pub soft_s: u64,
+}
+
+/// What CLIENT SETINFO tells of the library of a client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Library {
+    Name,
+    Version,
+}
+
+impl Library {
+    pub const ALL: [Self; 2] = [Self::Name, Self::Version];
+
+    /// The name in CLIENT SETINFO and CLIENT LIST.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Name => "lib-name",
+            Self::Version => "lib-ver",
+        }
+    }
 }
 
 /// A connection, as other threads see it.
@@ -68,8 +89,8 @@ pub struct Client {
     /// Number of the latest command plus 1; 0 before the first one.
     command: AtomicU32,
     protocol: AtomicU32,
-    channels: AtomicUsize,
-    patterns: AtomicUsize,
+    /// By number of `To`.
+    subscriptions: [AtomicUsize; 3],
     queued: AtomicI64,
     /// Bytes of the commands that wait for EXEC.
     queued_bytes: AtomicUsize,
@@ -77,6 +98,8 @@ pub struct Client {
     input_capacity: AtomicUsize,
     output: AtomicUsize,
     name: Mutex<Box<[u8]>>,
+    /// By number of [`Library`].
+    library: Mutex<[Box<[u8]>; 2]>,
     user: Mutex<Arc<[u8]>>,
     mail: Mutex<Vec<u8>>,
     /// Since when more than the soft limit waits; 0 if less does.
@@ -112,14 +135,14 @@ impl Client {
             db: AtomicU32::new(0),
             command: AtomicU32::new(0),
             protocol: AtomicU32::new(2),
-            channels: AtomicUsize::new(0),
-            patterns: AtomicUsize::new(0),
+            subscriptions: Default::default(),
             queued: AtomicI64::new(-1),
             queued_bytes: AtomicUsize::new(0),
             input: AtomicUsize::new(0),
             input_capacity: AtomicUsize::new(0),
             output: AtomicUsize::new(0),
             name: Mutex::default(),
+            library: Mutex::default(),
             user: Mutex::new(origin.user),
             mail: Mutex::default(),
             over_since_ms: AtomicU64::new(0),
@@ -281,10 +304,12 @@ impl Client {
         self.queued.store(count.map_or(-1, |count| count as i64), Ordering::Relaxed);
     }
 
-    pub(crate) fn set_subscriptions(&self, channels: usize, patterns: usize) {
-        self.channels.store(channels, Ordering::Relaxed);
-        self.patterns.store(patterns, Ordering::Relaxed);
-        match channels + patterns {
+    /// Notes the numbers of channels, patterns and shard channels.
+    pub(crate) fn set_subscriptions(&self, counts: [usize; 3]) {
+        for (own, count) in self.subscriptions.iter().zip(counts) {
+            own.store(count, Ordering::Relaxed);
+        }
+        match counts.iter().sum::<usize>() {
             0 => self.clear(flag::SUBSCRIBER),
             _ => self.set(flag::SUBSCRIBER),
         }
@@ -296,6 +321,10 @@ impl Client {
 
     pub(crate) fn set_name(&self, name: &[u8]) {
         *self.name.lock() = name.into();
+    }
+
+    pub(crate) fn set_library(&self, which: Library, value: &[u8]) {
+        self.library.lock()[which as usize] = value.into();
     }
 
     /// Name of the user.
@@ -354,17 +383,22 @@ impl Client {
         let _ = write!(out, " age={age} idle={idle} flags={}", self.letters());
         let _ = write!(
             out,
-            " db={} sub={} psub={} ssub=0 multi={} qbuf={input} qbuf-free={} argv-mem=0 \
+            " db={} sub={} psub={} ssub={} multi={} qbuf={input} qbuf-free={} argv-mem=0 \
              multi-mem={queued} rbs=0 rbp=0 obl={waiting} oll=0 omem={waiting} tot-mem={memory}",
             self.db.load(Ordering::Relaxed),
-            number(&self.channels),
-            number(&self.patterns),
+            number(&self.subscriptions[0]),
+            number(&self.subscriptions[1]),
+            number(&self.subscriptions[2]),
             self.queued.load(Ordering::Relaxed),
             capacity.saturating_sub(input),
         );
         let _ = write!(out, " events=r cmd={} user=", self.command_name());
         out.extend_from_slice(&self.user.lock());
         let _ = write!(out, " redir=-1 resp={}", self.protocol().number());
+        for (which, value) in Library::ALL.iter().zip(self.library.lock().iter()) {
+            let _ = write!(out, " {}=", which.name());
+            out.extend_from_slice(value);
+        }
     }
 
     fn letters(&self) -> String {
@@ -375,6 +409,7 @@ impl Client {
             (flag::PAUSED, 'b'),
             (flag::UNIX, 'U'),
             (flag::NO_EVICT, 'e'),
+            (flag::NO_TOUCH, 'T'),
         ];
         let mut text: String =
             letters.iter().filter(|(flag, _)| self.has(*flag)).map(|(_, letter)| letter).collect();

@@ -130,11 +130,10 @@ impl<K: Keyspace> Connection<K> {
     fn end(&mut self) {
         let server = &self.worker.server;
         let client = &self.session.client;
-        for channel in &self.session.subscriptions.channels {
-            server.channels.unsubscribe(To::Channel, channel, client);
-        }
-        for pattern in &self.session.subscriptions.patterns {
-            server.channels.unsubscribe(To::Pattern, pattern, client);
+        for to in To::ALL {
+            for name in self.session.subscriptions.of(to) {
+                server.channels.unsubscribe(to, name, client);
+            }
         }
         server.monitors.remove(client);
         self.store.unwatch(&mut self.watches);
@@ -193,7 +192,8 @@ impl<K: Keyspace> Connection<K> {
     async fn read_ahead(&mut self) {
         self.session.ahead.begin_next();
         let session = &self.session;
-        let is_plain = session.queue.is_none() && session.login.is_unrestricted;
+        let is_use = !session.client.has(flag::NO_TOUCH);
+        let is_plain = session.queue.is_none() && session.login.is_unrestricted && is_use;
         if !session.ahead.is_empty() || !is_plain || self.worker.server.is_loading() {
             return;
         }

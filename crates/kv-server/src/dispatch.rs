@@ -15,6 +15,7 @@ use crate::commands;
 use crate::context::{Args, Context};
 use crate::keyspace::Keyspace;
 use crate::security_log;
+use crate::server::is_publish;
 use crate::session::{Queued, Session, Suppress};
 use crate::slowlog::{self, Entry};
 use crate::worker::Worker;
@@ -65,7 +66,15 @@ pub(crate) async fn execute<K: Keyspace>(request: Request<'_, K>) {
 
 /// Commands that are answered by a message, which CLIENT REPLY does not suppress.
 fn is_confirmed_by_message(id: Id) -> bool {
-    matches!(id, Id::Subscribe | Id::Psubscribe | Id::Unsubscribe | Id::Punsubscribe)
+    matches!(
+        id,
+        Id::Subscribe
+            | Id::Psubscribe
+            | Id::Ssubscribe
+            | Id::Unsubscribe
+            | Id::Punsubscribe
+            | Id::Sunsubscribe
+    )
 }
 
 /// Replies to a request that names no command, or has a wrong number of arguments.
@@ -242,16 +251,7 @@ fn reject<K: Keyspace>(context: &mut Context<'_, K>, text: &[u8]) {
 
 /// Commands that RESP2 allows with subscriptions.
 fn is_for_subscribers(id: Id) -> bool {
-    matches!(
-        id,
-        Id::Ping
-            | Id::Subscribe
-            | Id::Psubscribe
-            | Id::Unsubscribe
-            | Id::Punsubscribe
-            | Id::Quit
-            | Id::Reset
-    )
+    is_confirmed_by_message(id) || matches!(id, Id::Ping | Id::Quit | Id::Reset)
 }
 
 /// Commands that a transaction executes at once.
@@ -389,7 +389,7 @@ fn settle<K: Keyspace>(context: &mut Context<'_, K>, begin: usize, start_ns: u64
         server.latency.add(event, context.now_ms() / 1000, ms);
     }
     // Messages of this command come before its reply, as clients of RESP3 expect.
-    let precedes = (!command.has(PUBSUB) || command.id == Id::Publish)
+    let precedes = (!command.has(PUBSUB) || is_publish(command.id))
         && context.session.suppress == Suppress::No;
     if precedes && !context.session.in_exec && context.session.client.has(flag::MAIL) {
         let reply = context.out.len() - begin;

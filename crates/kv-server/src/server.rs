@@ -104,6 +104,11 @@ impl Clients {
     }
 }
 
+/// Returns whether a command sends a message to subscribers.
+pub(crate) fn is_publish(id: Id) -> bool {
+    matches!(id, Id::Publish | Id::Spublish)
+}
+
 /// A pause of the execution of commands (CLIENT PAUSE).
 #[derive(Debug, Default)]
 pub(crate) struct Pause {
@@ -137,7 +142,7 @@ impl Pause {
         if until <= now_ms {
             return None;
         }
-        let changes = writes || command.has(flag::WRITE) || command.id == Id::Publish;
+        let changes = writes || command.has(flag::WRITE) || is_publish(command.id);
         (changes || self.holds_all.load(Ordering::Acquire)).then_some(until)
     }
 

@@ -8,6 +8,7 @@ use kv::Ahead;
 use redis_formats::command::{Arguments, Command};
 use redis_formats::reply::Protocol;
 
+use crate::channels::To;
 use crate::client::Client;
 use crate::users::Login;
 
@@ -94,12 +95,33 @@ pub struct Subscriptions {
     pub channels: BTreeSet<Arc<[u8]>>,
     /// Patterns.
     pub patterns: BTreeSet<Arc<[u8]>>,
+    /// Shard channels.
+    pub shards: BTreeSet<Arc<[u8]>>,
 }
 
 impl Subscriptions {
-    /// Number of channels and patterns.
-    pub fn count(&self) -> usize {
-        self.channels.len() + self.patterns.len()
+    pub(crate) fn of(&self, to: To) -> &BTreeSet<Arc<[u8]>> {
+        match to {
+            To::Channel => &self.channels,
+            To::Pattern => &self.patterns,
+            To::Shard => &self.shards,
+        }
+    }
+
+    pub(crate) fn of_mut(&mut self, to: To) -> &mut BTreeSet<Arc<[u8]>> {
+        match to {
+            To::Channel => &mut self.channels,
+            To::Pattern => &mut self.patterns,
+            To::Shard => &mut self.shards,
+        }
+    }
+
+    /// The number that a confirmation has: shard channels count apart.
+    pub(crate) fn count(&self, to: To) -> usize {
+        match to {
+            To::Shard => self.shards.len(),
+            To::Channel | To::Pattern => self.channels.len() + self.patterns.len(),
+        }
     }
 }
 
@@ -188,13 +210,11 @@ impl Session {
 
     /// Shows CLIENT LIST the subscriptions.
     pub(crate) fn show_subscriptions(&self) {
-        let (channels, patterns) =
-            (self.subscriptions.channels.len(), self.subscriptions.patterns.len());
-        self.client.set_subscriptions(channels, patterns);
+        self.client.set_subscriptions(To::ALL.map(|to| self.subscriptions.of(to).len()));
     }
 
     /// With RESP2, a connection with subscriptions executes few commands only.
     pub(crate) fn is_subscriber(&self) -> bool {
-        self.subscriptions.count() > 0
+        To::ALL.into_iter().any(|to| !self.subscriptions.of(to).is_empty())
     }
 }

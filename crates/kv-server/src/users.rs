@@ -94,6 +94,7 @@ impl Users {
         self.renew(login)
             && (login.is_unrestricted
                 || subscriptions.channels.iter().all(|name| login.user.may_receive(name))
+                    && subscriptions.shards.iter().all(|name| login.user.may_receive(name))
                     && subscriptions.patterns.iter().all(|name| login.user.may_receive_all(name)))
     }
 

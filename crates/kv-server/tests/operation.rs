@@ -125,6 +125,16 @@ fn facts_of_commands_and_absent_parts_are_answered() {
     assert_eq!(client.ask("cluster info"), "-ERR This instance has cluster support disabled");
     assert_eq!(client.ask("role"), "[master 0 []]");
     assert_eq!(client.ask("wait 0 100"), "0");
+    assert_eq!(client.ask("replicaof no one"), "OK");
+    assert_eq!(client.ask("slaveof NO ONE"), "OK");
+    assert!(client.ask("replicaof host 6379").starts_with("-ERR Replication is not supported"));
+    assert_eq!(client.ask("module list"), "[]");
+    assert_eq!(client.ask("client getredir"), "-1");
+    assert_eq!(client.ask("client trackinginfo"), "[flags [off] redirect -1 prefixes []]");
+    assert!(client.ask("client caching yes").starts_with("-ERR CLIENT CACHING can be called"));
+    assert_eq!(client.ask("client unblock 1 error"), "0");
+    assert!(client.ask("client unblock 1 x").starts_with("-ERR CLIENT UNBLOCK reason should"));
+    assert!(client.ask("memory malloc-stats").starts_with("Stats not supported"));
     assert!(client.ask("lolwut").ends_with("Redis ver. 7.0.15\n"));
     assert!(client.ask("client help").starts_with("[CLIENT <subcommand>"));
     assert!(client.ask("memory stats").contains("keys.count 0"));

@@ -279,6 +279,35 @@ fn expired_keys_are_counted_as_redis_does() {
     assert!(wrong.is_empty(), "redis and ours: {wrong:?}");
 }
 
+/// CLIENT NO-TOUCH is of Redis 7.2, which the redis-server of this test need not be.
+#[test]
+fn reads_without_touch_are_no_uses() {
+    let mut pair = Pair::of_ours(Ours::start(None));
+    pair.connect("2");
+    let mut client = pair.another();
+    let payload = r#""\x00\xc0{\n\x00H\xe2S\xe1\x00zg\xb9""#;
+    for key in ["a", "b"] {
+        pair.ask_one(1, &format!("RESTORE {key} 0 {payload} IDLETIME 1000"));
+    }
+    let is_idle = |pair: &mut Pair, key: &str| {
+        let idle = String::from_utf8(pair.ask_one(1, &format!("OBJECT IDLETIME {key}"))).unwrap();
+        idle[1..].trim().parse::<u64>().unwrap() >= 1000
+    };
+    assert_eq!(client.ask("CLIENT NO-TOUCH ON"), b"+OK\r\n");
+    client.ask_all(&["GET a".to_owned(), "GET b".to_owned(), "STRLEN b".to_owned()]);
+    client.ask("MGET a b");
+    // Redis looks at these without a use, too.
+    pair.ask_one(1, "OBJECT ENCODING a");
+    pair.ask_one(1, "MEMORY USAGE b");
+    assert!(is_idle(&mut pair, "a") && is_idle(&mut pair, "b"));
+    // TOUCH is a use all the same.
+    client.ask("TOUCH a");
+    assert!(!is_idle(&mut pair, "a") && is_idle(&mut pair, "b"));
+    client.ask("CLIENT NO-TOUCH OFF");
+    client.ask("GET b");
+    assert!(!is_idle(&mut pair, "b"));
+}
+
 #[test]
 fn paused_server_keeps_expired_keys_and_does_not_show_them() {
     let mut pair = Pair::of_ours(Ours::start(None));

@@ -112,6 +112,48 @@ fn messages_reach_subscribers_before_the_reply() {
     while one.ask("pubsub channels") != "[]" {}
 }
 
+/// Shard channels are a second set of channels, with counts of their own.
+#[test]
+fn shard_channels_are_apart_from_channels() {
+    let server = start(&[("io-threads", "2")]);
+    let (mut one, mut two) = (server.connect(), server.connect());
+    assert_eq!(one.ask("subscribe a"), "[subscribe a 1]");
+    one.send("ssubscribe a b\r\n");
+    assert_eq!(one.reply(), "[ssubscribe a 1]");
+    assert_eq!(one.reply(), "[ssubscribe b 2]");
+    assert_eq!(two.ask("spublish a hi"), "1");
+    assert_eq!(one.reply(), "[smessage a hi]");
+    assert_eq!(two.ask("publish a ho"), "1");
+    assert_eq!(one.reply(), "[message a ho]");
+    assert_eq!(two.ask("publish b hi"), "0");
+    assert_eq!(two.ask("pubsub shardchannels a*"), "[a]");
+    assert_eq!(two.ask("pubsub shardnumsub a b c"), "[a 1 b 1 c 0]");
+    assert!(two.ask("info stats").contains("pubsubshard_channels:2\r\n"));
+    assert!(two.ask("client list").contains(" sub=1 psub=0 ssub=2 "));
+    assert_eq!(one.ask("unsubscribe"), "[unsubscribe a 0]");
+    assert!(one.ask("get a").starts_with("-ERR Can't execute 'get'"));
+    one.send("sunsubscribe\r\nsunsubscribe\r\nget a\r\n");
+    assert_eq!(one.reply(), "[sunsubscribe a 1]");
+    assert_eq!(one.reply(), "[sunsubscribe b 0]");
+    assert_eq!(one.reply(), "[sunsubscribe nil 0]");
+    assert_eq!(one.reply(), "nil");
+    one.ask("ssubscribe c");
+    assert_eq!(one.ask("reset"), "RESET");
+    assert_eq!(two.ask("pubsub shardchannels"), "[]");
+    one.ask("ssubscribe c");
+    drop(one);
+    while two.ask("pubsub shardchannels") != "[]" {}
+    // A user without the right to the channel.
+    two.ask("acl setuser bob on nopass +@all &n*");
+    let mut bob = server.connect();
+    assert_eq!(bob.ask("auth bob x"), "OK");
+    assert!(bob.ask("spublish c x").starts_with("-NOPERM"));
+    assert!(bob.ask("ssubscribe c").starts_with("-NOPERM"));
+    assert_eq!(bob.ask("ssubscribe n1"), "[ssubscribe n1 1]");
+    two.ask("acl setuser bob resetchannels");
+    assert_eq!(bob.rest(), b"");
+}
+
 #[test]
 fn subscriber_that_does_not_read_is_ended() {
     let server = start(&[("client-output-buffer-limit", "pubsub 1mb 0 0")]);
@@ -177,7 +219,7 @@ fn connections_are_listed_and_killed() {
     let list = one.ask("client list");
     let line = list.lines().find(|line| line.contains("name=second")).unwrap().to_owned();
     assert!(line.contains(" db=4 sub=0 psub=0 ssub=0 multi=-1 "), "{line}");
-    assert!(line.contains(" cmd=select user=default redir=-1 resp=2"), "{line}");
+    assert!(line.contains(" cmd=select user=default redir=-1 resp=2 "), "{line}");
     assert!(list.lines().any(|line| line.contains("flags=P") && line.contains("sub=1")), "{list}");
     assert_eq!(one.ask("client list type pubsub").lines().count(), 1);
     assert_eq!(one.ask("client kill 1.2.3.4:5"), "-ERR No such client");
@@ -189,6 +231,42 @@ fn connections_are_listed_and_killed() {
     assert_eq!(one.ask("client kill user default"), "0", "the own connection is spared");
     assert_eq!(one.ask("client kill user default skipme no"), "1");
     assert_eq!(one.rest(), b"");
+}
+
+/// As in Redis 7.2, where these commands are new.
+#[test]
+fn library_and_switches_of_a_connection_are_listed() {
+    let server = start(&[]);
+    let (mut one, mut two) = (server.connect(), server.connect());
+    let own = |two: &mut common::Client<_>| two.ask("client info");
+    assert!(own(&mut two).ends_with(" resp=2 lib-name= lib-ver=\n"));
+    assert_eq!(two.ask("client setinfo LIB-NAME redis-py(x_v1.0)"), "OK");
+    assert_eq!(two.ask("client setinfo lib-ver 1.2.3"), "OK");
+    let name = " cannot contain spaces, newlines or special characters.";
+    for value in ["'a b'", "\"a\\n\"", "\"\\xff\"", "\"\\x7f\""] {
+        let reply = two.ask(&format!("client setinfo Lib-Name {value}"));
+        assert_eq!(reply, format!("-ERR Lib-Name{name}"), "{value}");
+        let reply = two.ask(&format!("client setinfo lib-ver {value}"));
+        assert_eq!(reply, format!("-ERR lib-ver{name}"), "{value}");
+    }
+    assert_eq!(two.ask("client setinfo libname x"), "-ERR Unrecognized option 'libname'");
+    assert!(two.ask("client setinfo lib-name").starts_with("-ERR wrong number of arguments"));
+    assert_eq!(two.ask("client no-touch on"), "OK");
+    assert_eq!(two.ask("client no-touch maybe"), "-ERR syntax error");
+    assert_eq!(two.ask("client no-evict ON"), "OK");
+    let list = one.ask("client list");
+    let line = list.lines().nth(1).unwrap();
+    assert!(line.ends_with(" lib-name=redis-py(x_v1.0) lib-ver=1.2.3"), "{line}");
+    assert!(line.contains(" flags=eT "), "{line}");
+    assert_eq!(two.ask("client no-touch OFF"), "OK");
+    assert!(own(&mut two).contains(" flags=e "));
+    // The library stays the one behind the connection.
+    two.ask("client no-touch on");
+    assert_eq!(two.ask("reset"), "RESET");
+    let line = own(&mut two);
+    assert!(line.contains(" flags=N ") && line.contains(" lib-ver=1.2.3"), "{line}");
+    assert_eq!(two.ask("client setinfo lib-ver ''"), "OK");
+    assert!(own(&mut two).ends_with(" lib-name=redis-py(x_v1.0) lib-ver=\n"));
 }
 
 #[test]

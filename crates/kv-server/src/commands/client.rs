@@ -6,7 +6,7 @@ use redis_formats::number::parse_i64;
 
 use super::connection::{WRONG_NAME, is_name};
 use super::integer;
-use crate::client::{Client, flag};
+use crate::client::{Client, Library, flag};
 use crate::context::Context;
 use crate::keyspace::Keyspace;
 use crate::session::Suppress;
@@ -26,6 +26,19 @@ pub(super) fn set_name<K: Keyspace>(cx: &mut Context<'_, K>) {
         return cx.error(WRONG_NAME);
     }
     cx.session.client.set_name(name);
+    cx.reply().ok();
+}
+
+pub(super) fn set_info<K: Keyspace>(cx: &mut Context<'_, K>) {
+    let (option, value) = (cx.args.get(2), cx.args.get(3));
+    let Some(which) = Library::ALL.into_iter().find(|own| cx.args.is(2, own.name())) else {
+        return cx.error([b"ERR Unrecognized option '", option, b"'"].concat());
+    };
+    if !is_name(value) {
+        let why = b" cannot contain spaces, newlines or special characters.";
+        return cx.error([b"ERR ", option, why].concat());
+    }
+    cx.session.client.set_library(which, value);
     cx.reply().ok();
 }
 
@@ -176,10 +189,19 @@ fn kill_all<K: Keyspace>(cx: &mut Context<'_, K>, filter: &Filter<'_>) -> i64 {
 }
 
 pub(super) fn no_evict<K: Keyspace>(cx: &mut Context<'_, K>) {
+    switch(cx, flag::NO_EVICT);
+}
+
+pub(super) fn no_touch<K: Keyspace>(cx: &mut Context<'_, K>) {
+    switch(cx, flag::NO_TOUCH);
+}
+
+/// Sets or clears a flag of the own connection, by ON or OFF.
+fn switch<K: Keyspace>(cx: &mut Context<'_, K>, flag: u32) {
     if cx.args.is(2, "on") {
-        cx.session.client.set(flag::NO_EVICT);
+        cx.session.client.set(flag);
     } else if cx.args.is(2, "off") {
-        cx.session.client.clear(flag::NO_EVICT);
+        cx.session.client.clear(flag);
     } else {
         return cx.syntax_error();
     }
@@ -231,5 +253,44 @@ pub(super) fn tracking<K: Keyspace>(cx: &mut Context<'_, K>) {
         cx.error("ERR Client tracking is not supported by this server");
     } else {
         cx.syntax_error();
+    }
+}
+
+pub(super) fn caching<K: Keyspace>(cx: &mut Context<'_, K>) {
+    cx.error(
+        "ERR CLIENT CACHING can be called only when the client is in tracking mode with OPTIN or \
+         OPTOUT mode enabled",
+    );
+}
+
+/// Without tracking, there is no connection to which messages go instead.
+pub(super) fn redirection<K: Keyspace>(cx: &mut Context<'_, K>) {
+    cx.reply().integer(-1);
+}
+
+pub(super) fn tracking_info<K: Keyspace>(cx: &mut Context<'_, K>) {
+    let mut reply = cx.reply();
+    reply.map(3);
+    reply.bulk("flags");
+    reply.set(1);
+    reply.bulk("off");
+    reply.bulk("redirect");
+    reply.integer(-1);
+    reply.bulk("prefixes");
+    reply.array(0);
+}
+
+/// No command waits, so no connection is woken.
+pub(super) fn unblock<K: Keyspace>(cx: &mut Context<'_, K>) {
+    if cx.args.count() > 4 {
+        return cx.error(
+            "ERR unknown subcommand or wrong number of arguments for 'unblock'. Try CLIENT HELP.",
+        );
+    }
+    let is_known = cx.args.find(3).is_none() || cx.args.is(3, "timeout") || cx.args.is(3, "error");
+    match integer(cx, 2) {
+        _ if !is_known => cx.error("ERR CLIENT UNBLOCK reason should be TIMEOUT or ERROR"),
+        None => cx.error("ERR value is not an integer or out of range"),
+        Some(_) => cx.reply().integer(0),
     }
 }

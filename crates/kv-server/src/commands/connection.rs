@@ -7,6 +7,7 @@ use redis_formats::number::parse_i64;
 use redis_formats::reply::Protocol;
 
 use super::pubsub;
+use crate::client::flag;
 use crate::context::Context;
 use crate::dispatch::log_refusal;
 use crate::keyspace::{DATABASES, Keyspace};
@@ -156,7 +157,7 @@ pub(super) fn reset<K: Keyspace>(cx: &mut Context<'_, K>) {
     session.client.set_name(b"");
     session.login = server.users.first_login();
     session.client.set_user(Arc::clone(&session.login.name));
-    session.client.clear(crate::client::flag::NO_EVICT);
+    session.client.clear(flag::NO_EVICT | flag::NO_TOUCH);
     cx.reply().simple("RESET");
 }
 

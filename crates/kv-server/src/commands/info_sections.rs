@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use super::connection::REDIS_VERSION;
 use super::info::Fields;
 use super::latency::{all_ids, percentiles};
+use crate::channels::To;
 use crate::client::{flag, full_name};
 use crate::context::Context;
 use crate::keyspace::{DATABASES, Keyspace};
@@ -172,7 +173,7 @@ fn replace(fields: &mut Fields, facts: Vec<crate::keyspace::Fact>) {
 
 pub(super) fn stats<K: Keyspace>(cx: &Context<'_, K>) -> Fields {
     let server = cx.server();
-    let (channels, patterns) = server.channels.counts();
+    let [channels, patterns, shards] = To::ALL.map(|to| server.channels.count(to));
     let rate = |bytes: u64| format!("{:.2}", bytes as f64 / 1024.0);
     let rates = &server.rates;
     fields! {
@@ -198,7 +199,7 @@ pub(super) fn stats<K: Keyspace>(cx: &Context<'_, K>) -> Fields {
         keyspace_misses: server.sum(|own| &own.misses),
         pubsub_channels: channels,
         pubsub_patterns: patterns,
-        pubsubshard_channels: 0,
+        pubsubshard_channels: shards,
         latest_fork_usec: 0,
         total_forks: 0,
         migrate_cached_sockets: 0,

@@ -24,6 +24,10 @@ pub(super) fn doctor<K: Keyspace>(cx: &mut Context<'_, K>) {
     cx.reply().verbatim(b"txt", text);
 }
 
+pub(super) fn allocator<K: Keyspace>(cx: &mut Context<'_, K>) {
+    cx.reply().bulk("Stats not supported for the current allocator");
+}
+
 pub(super) fn stats<K: Keyspace>(cx: &mut Context<'_, K>) {
     let usage = cx.store.usage();
     let sizes: Vec<_> = (0..DATABASES as u8).map(|db| (db, cx.store.size(db))).collect();

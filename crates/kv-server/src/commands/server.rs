@@ -1,4 +1,4 @@
-//! Commands on the server: TIME, ROLE, WAIT, MONITOR, SHUTDOWN, FUNCTION, LOLWUT.
+//! Commands on the server: TIME, ROLE, REPLICAOF, WAIT, MONITOR, SHUTDOWN, FUNCTION, LOLWUT.
 
 use super::connection::REDIS_VERSION;
 use super::integer;
@@ -28,6 +28,14 @@ pub(super) fn role<K: Keyspace>(cx: &mut Context<'_, K>) {
     reply.bulk("master");
     reply.integer(0);
     reply.array(0);
+}
+
+/// The server is a master and stays one.
+pub(super) fn replica_of<K: Keyspace>(cx: &mut Context<'_, K>) {
+    match cx.args.is(1, "no") && cx.args.is(2, "one") {
+        true => cx.reply().ok(),
+        false => cx.error("ERR Replication is not supported by this server"),
+    }
 }
 
 /// No replica can confirm a write, and none can come, so the reply does not wait.

@@ -11,6 +11,7 @@ use super::call::{Call, Cell, Cells, Change, Effects, FULL, Output, perform};
 use super::plan::{KeyAt, Plan, cells_of, keys, only_key, plan};
 use super::upkeep::Attempts;
 use super::{Data, whole};
+use crate::client::flag;
 use crate::context::Context;
 
 impl<'v> Change<'v> {
@@ -63,6 +64,15 @@ pub(super) fn room<N: Nic>(cx: &Context<'_, Data<N>>, id: Id) -> u64 {
             cx.store.capacity().saturating_sub(live)
         }
         _ => u64::MAX,
+    }
+}
+
+/// Returns whether a read by a command counts as a use of its keys, for OBJECT and for eviction.
+fn counts_as_use<N: Nic>(cx: &Context<'_, Data<N>>, id: Id) -> bool {
+    match id {
+        Id::Touch => true,
+        Id::ObjectEncoding | Id::ObjectRefcount | Id::MemoryUsage => false,
+        _ => !cx.session.client.has(flag::NO_TOUCH),
     }
 }
 
@@ -182,6 +192,7 @@ async fn run_one<N: Nic>(
 ) -> Result<(), kv::Error> {
     let (data, key, protocol) = (cx.store, call.args.get(index), cx.session.protocol);
     let (db, begin) = (data.state.physical(call.db), cx.out.len());
+    let is_use = counts_as_use(cx, call.command.id);
     let out = &mut *cx.out;
     let mut is_missing = false;
     let mut execute = |value: Option<&[u8]>, expiry| {
@@ -217,7 +228,7 @@ async fn run_one<N: Nic>(
         match cx.session.ahead.value() {
             Some(Some((value, expiry))) => execute(Some(value), expiry),
             Some(None) => execute(None, 0),
-            None => match data.store.get_pinned(db, key).await? {
+            None => match data.store.get_pinned(db, key, is_use).await? {
                 Some(value) => execute(Some(&value), value.expiry()),
                 None => execute(None, 0),
             },
@@ -237,6 +248,7 @@ async fn run_several<'v, N: Nic>(
     effects: &mut Effects,
 ) -> Result<(), kv::Error> {
     let (data, protocol, begin) = (cx.store, cx.session.protocol, cx.out.len());
+    let is_use = counts_as_use(cx, call.command.id);
     let found = keys(call);
     let named: Vec<(u8, &[u8])> =
         found.iter().map(|(db, index)| (data.state.physical(*db), call.args.get(*index))).collect();
@@ -251,7 +263,7 @@ async fn run_several<'v, N: Nic>(
     if !call.command.has(WRITE) && plan.needs_value {
         let names: Vec<&[u8]> = firsts.iter().map(|number| named[*number].1).collect();
         let db = data.state.physical(call.db);
-        let values = data.store.get_many(db, &names).await?;
+        let values = data.store.read_many(db, &names, is_use).await?;
         let mut cells: Vec<Cell<'_, '_>> =
             values.iter().map(|value| Cell::new(value.as_deref(), 0)).collect();
         execute(&mut cells);

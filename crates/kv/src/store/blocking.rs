@@ -39,9 +39,9 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         block_on(self.get(db, key))
     }
 
-    /// [`Store::get_pinned`], blocking.
+    /// [`Store::get_pinned`], blocking; a use of the key.
     pub fn get_pinned_blocking(&self, db: u8, key: &[u8]) -> Result<Option<Pinned<'_, B>>, Error> {
-        block_on(self.get_pinned(db, key))
+        block_on(self.get_pinned(db, key, true))
     }
 
     /// [`Store::get_many`], blocking.

@@ -35,6 +35,16 @@ pub(super) struct Found {
 impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
     /// Reads several values of one database, in the round trips of one.
     pub async fn get_many(&self, db: u8, keys: &[&[u8]]) -> Result<Vec<Option<Vec<u8>>>, Error> {
+        self.read_many(db, keys, true).await
+    }
+
+    /// Like [`Store::get_many`]. `is_use`: the read counts as a use of the keys.
+    pub async fn read_many(
+        &self,
+        db: u8,
+        keys: &[&[u8]],
+        is_use: bool,
+    ) -> Result<Vec<Option<Vec<u8>>>, Error> {
         let keys = keys.iter().map(|key| self.key(db, key)).collect::<Result<Vec<_>, _>>()?;
         let ticket = self.tickets.all(keys.iter().map(Key::name), Hold::Shared);
         ticket.valid().await;
@@ -50,7 +60,10 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             let sought: Vec<_> =
                 keys.iter().map(|key| Sought { key: *key, want, table: table(key) }).collect();
             let values = match self.look_all(&trip, &sought, &mut buffer).await {
-                Ok(Some(found)) => self.values(&trip, &sought, found, &buffer).await.map(Some),
+                Ok(Some(found)) => {
+                    let values = self.values(&trip, &sought, found, &buffer, is_use);
+                    values.await.map(Some)
+                }
                 Ok(None) => Ok(None),
                 Err(error) => Err(error),
             };
@@ -72,13 +85,14 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         }
     }
 
-    /// The values of the keys that are there. Notes their uses.
+    /// The values of the keys that are there. `is_use`: notes their uses.
     async fn values(
         &self,
         trip: &Trip<'_>,
         sought: &[Sought<'_>],
         found: Vec<Found>,
         buffer: &[u8],
+        is_use: bool,
     ) -> Result<Vec<Option<Vec<u8>>>, Error> {
         let now = self.environment.now();
         let mut values = Vec::with_capacity(found.len());
@@ -89,7 +103,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
             };
             let mut value = Vec::new();
             self.load(trip, hit.word.place, &hit.whole(buffer)?, &mut value).await?;
-            if let Some(table) = &sought.table {
+            if let Some(table) = sought.table.as_ref().filter(|_| is_use) {
                 self.used(table, hit.slot, false);
             }
             values.push(Some(value));

@@ -55,6 +55,17 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         key: &[u8],
         value: &mut Vec<u8>,
     ) -> Result<Option<u64>, Error> {
+        self.read_into(db, key, value, true).await
+    }
+
+    /// Like [`Store::get_into`]. `is_use`: the read counts as a use of the key.
+    async fn read_into(
+        &self,
+        db: u8,
+        key: &[u8],
+        value: &mut Vec<u8>,
+        is_use: bool,
+    ) -> Result<Option<u64>, Error> {
         let key = self.key(db, key)?;
         let ticket = self.ticket(&key, Hold::Shared);
         ticket.valid().await;
@@ -64,7 +75,7 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let mut losses = Losses::default();
         let start = value.len();
         loop {
-            match self.get_once(&trip, &key, &mut buffer, value).await {
+            match self.get_once(&trip, &key, &mut buffer, value, is_use).await {
                 Ok(expiry) => return Ok(expiry),
                 Err(error) => losses.meet(error)?,
             }
@@ -80,19 +91,28 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         key: &Key<'_>,
         buffer: &mut Vec<u8>,
         value: &mut Vec<u8>,
+        is_use: bool,
     ) -> Result<Option<u64>, Error> {
-        let Some(hit) = self.seek(trip, key, Want::Value, buffer).await? else {
+        let Some((table, hit)) = self.find(trip, key, Want::Value, buffer).await? else {
             return Ok(None);
         };
+        if is_use {
+            self.used(&table, hit.slot, false);
+        }
         self.load(trip, hit.word.place, &hit.whole(buffer)?, value).await?;
         Ok(Some(hit.expiry))
     }
 
-    /// Reads a value into a buffer of the store.
-    pub async fn get_pinned(&self, db: u8, key: &[u8]) -> Result<Option<Pinned<'_, B>>, Error> {
+    /// Reads a value into a buffer of the store. `is_use`: the read counts as a use of the key.
+    pub async fn get_pinned(
+        &self,
+        db: u8,
+        key: &[u8],
+        is_use: bool,
+    ) -> Result<Option<Pinned<'_, B>>, Error> {
         let pin = self.blocks.pin();
         let mut value = self.buffers.take();
-        let expiry = self.get_into(db, key, &mut value).await?;
+        let expiry = self.read_into(db, key, &mut value, is_use).await?;
         Ok(expiry.map(|expiry| Pinned { value, expiry, _pin: pin }))
     }
 
@@ -156,22 +176,6 @@ impl<R: Reach, B: Blocks, E: Environment> Store<R, B, E> {
         let mut buffer = self.buffers.take();
         let found = self.find(&trip, &key, Want::Presence, &mut buffer).await?;
         Ok(found.map(|(table, hit)| with(&table, &hit)))
-    }
-
-    /// Looks for a key that has not expired, and notes the use. The caller holds a ticket and a
-    /// pin.
-    async fn seek(
-        &self,
-        trip: &Trip<'_>,
-        key: &Key<'_>,
-        want: Want,
-        buffer: &mut Vec<u8>,
-    ) -> Result<Option<Hit>, Error> {
-        let found = self.find(trip, key, want, buffer).await?;
-        Ok(found.map(|(table, hit)| {
-            self.used(&table, hit.slot, false);
-            hit
-        }))
     }
 
     /// Looks for a key that has not expired. The caller holds a ticket and a pin.

@@ -83,8 +83,8 @@ impl Patterns {
 /// Returns the indices of the channels among the arguments.
 fn channels(id: Id, count: usize) -> std::ops::Range<usize> {
     match id {
-        Id::Publish => 1..count.min(2),
-        Id::Subscribe | Id::Psubscribe => 1..count,
+        Id::Publish | Id::Spublish => 1..count.min(2),
+        Id::Subscribe | Id::Psubscribe | Id::Ssubscribe => 1..count,
         _ => 0..0,
     }
 }

@@ -151,6 +151,8 @@ fn channels_are_checked() {
     assert_eq!(check("+@all &c*", "publish chat x"), Ok(()));
     assert_eq!(check("+@all &c*", "publish x chat"), Err(Denied::Channel(1)));
     assert_eq!(check("+@all &c*", "subscribe c1 d"), Err(Denied::Channel(2)));
+    assert_eq!(check("+@all &c*", "ssubscribe c1 d"), Err(Denied::Channel(2)));
+    assert_eq!(check("+@all &c*", "spublish d c"), Err(Denied::Channel(1)));
     assert_eq!(check("+@all &c*", "psubscribe c*"), Ok(()));
     assert_eq!(check("+@all &c*", "psubscribe c1*"), Err(Denied::Channel(1)));
     assert_eq!(check("+@all", "unsubscribe d"), Ok(()));

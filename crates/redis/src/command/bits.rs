@@ -151,9 +151,21 @@ pub mod key {
     pub const DELETE: u16 = 1 << 7;
     /// The use depends on the arguments.
     pub const VARIABLE_FLAGS: u16 = 1 << 8;
+    /// The argument is no key, and a cluster finds its node as that of a key.
+    pub const NOT_KEY: u16 = 1 << 9;
 
-    const NAMES: [&str; 9] =
-        ["RW", "RO", "OW", "RM", "access", "update", "insert", "delete", "variable_flags"];
+    const NAMES: [&str; 10] = [
+        "RW",
+        "RO",
+        "OW",
+        "RM",
+        "access",
+        "update",
+        "insert",
+        "delete",
+        "variable_flags",
+        "not_key",
+    ];
 
     /// Names the uses in the order of COMMAND INFO.
     pub fn names(uses: u16) -> impl Iterator<Item = &'static str> {

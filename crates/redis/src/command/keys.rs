@@ -1,6 +1,6 @@
 //! Finds the keys among the arguments of a command.
 
-use super::bits::key::{ACCESS, OW, RO, RW, UPDATE, VARIABLE_FLAGS};
+use super::bits::key::{ACCESS, NOT_KEY, OW, RO, RW, UPDATE, VARIABLE_FLAGS};
 use super::{Arguments, Command, Id, KeySpec};
 
 /// A key among the arguments.
@@ -23,7 +23,8 @@ pub fn keys<'a, A: Arguments + ?Sized>(
     arguments: &'a A,
 ) -> impl Iterator<Item = Result<Key, BadKeys>> + use<'a, A> {
     let count = arguments.len();
-    command.keys.iter().flat_map(move |spec| {
+    let specs = command.keys.iter().filter(|spec| spec.uses & NOT_KEY == 0);
+    specs.flat_map(move |spec| {
         let uses = uses(command, spec, arguments);
         let run = run(spec, count);
         let missing = run.is_none().then_some(Err(BadKeys));
@@ -103,6 +104,7 @@ mod tests {
         assert_eq!(names("object encoding a"), "a");
         assert_eq!(names("memory usage a"), "a");
         assert_eq!(names("ping"), "");
+        assert_eq!(names("ssubscribe a b"), "");
     }
 
     #[test]

@@ -175,7 +175,7 @@ fn get_keys<A: Arguments + ?Sized>(whole: &A, with_uses: bool, w: &mut Writer<'_
         _ => command.subcommand(whole.at(1)),
     });
     let Some(command) = command else { return w.error("ERR Invalid command specified") };
-    if command.keys.is_empty() {
+    if command.keys.iter().all(|spec| spec.uses & key::NOT_KEY != 0) {
         return w.error("ERR The command has no key arguments");
     }
     if !command.takes(whole.len()) {

@@ -68,6 +68,15 @@ pub(super) const SERVER: &[Command] = &[
     command(Id::Role, "role", 1, "2.8.12", "Returns the role of the server in replication.")
         .flags(NOSCRIPT | LOADING | STALE | FAST)
         .in_group(Group::Server, TO_ADMIN | DANGEROUS),
+    command(Id::Replicaof, "replicaof", 3, "5.0.0", "Accepts NO ONE; there is no replication.")
+        .flags(ADMIN | NOSCRIPT | STALE | NO_ASYNC_LOADING)
+        .in_group(Group::Server, NONE),
+    command(Id::Slaveof, "slaveof", 3, "1.0.0", "Accepts NO ONE; there is no replication.")
+        .flags(ADMIN | NOSCRIPT | STALE | NO_ASYNC_LOADING)
+        .in_group(Group::Server, NONE),
+    command(Id::Module, "module", -2, "4.0.0", "Lists the modules; there are none.")
+        .in_group(Group::Server, NONE)
+        .subcommands(MODULE_SUBCOMMANDS),
     command(
         Id::Save,
         "save",
@@ -110,6 +119,16 @@ pub(super) const SERVER: &[Command] = &[
         .in_group(Group::Server, NONE),
 ];
 
+const MODULE_SUBCOMMANDS: &[Command] = &[
+    command(Id::ModuleHelp, "help", 2, "5.0.0", "Lists the subcommands.")
+        .flags(LOADING | STALE)
+        .in_group(Group::Server, NONE),
+    command(Id::ModuleList, "list", 2, "4.0.0", "Lists the modules; there are none.")
+        .flags(ADMIN | NOSCRIPT)
+        .in_group(Group::Server, NONE)
+        .tips(&["nondeterministic_output_order"]),
+];
+
 const MEMORY_SUBCOMMANDS: &[Command] = &[
     command(Id::MemoryDoctor, "doctor", 2, "4.0.0", "Names problems in the use of memory.")
         .in_group(Group::Server, NONE)
@@ -117,6 +136,15 @@ const MEMORY_SUBCOMMANDS: &[Command] = &[
     command(Id::MemoryHelp, "help", 2, "4.0.0", "Lists the subcommands.")
         .flags(LOADING | STALE)
         .in_group(Group::Server, NONE),
+    command(
+        Id::MemoryMallocStats,
+        "malloc-stats",
+        2,
+        "4.0.0",
+        "Tells that the allocator has no statistics.",
+    )
+    .in_group(Group::Server, NONE)
+    .tips(&["nondeterministic_output", "request_policy:all_shards", "response_policy:special"]),
     command(Id::MemoryStats, "stats", 2, "4.0.0", "Returns the use of memory by purpose.")
         .in_group(Group::Server, NONE)
         .tips(&["nondeterministic_output", "request_policy:all_shards", "response_policy:special"]),

@@ -1,10 +1,11 @@
 //! Commands of a connection, and messages between connections.
 
-use super::{Command, Group, Id, command};
+use super::{Command, Group, Id, command, spec};
 use crate::command::bits::category::{CONNECTION, NONE};
 use crate::command::bits::flag::{
     ADMIN, ALLOW_BUSY, FAST, LOADING, NO_AUTH, NOSCRIPT, PUBSUB, STALE,
 };
+use crate::command::bits::key::NOT_KEY;
 
 pub(super) const SESSION: &[Command] = &[
     command(Id::Subscribe, "subscribe", -2, "2.0.0", "Subscribes to channels.")
@@ -25,6 +26,18 @@ pub(super) const SESSION: &[Command] = &[
     command(Id::Punsubscribe, "punsubscribe", -1, "2.0.0", "Ends subscriptions to patterns.")
         .flags(PUBSUB | NOSCRIPT | LOADING | STALE)
         .in_group(Group::Pubsub, NONE),
+    command(Id::Ssubscribe, "ssubscribe", -2, "7.0.0", "Subscribes to shard channels.")
+        .flags(PUBSUB | NOSCRIPT | LOADING | STALE)
+        .in_group(Group::Pubsub, NONE)
+        .keys(1, -1, 1, &[spec(1, -1, 1, NOT_KEY)]),
+    command(Id::Sunsubscribe, "sunsubscribe", -1, "7.0.0", "Ends subscriptions to shard channels.")
+        .flags(PUBSUB | NOSCRIPT | LOADING | STALE)
+        .in_group(Group::Pubsub, NONE)
+        .keys(1, -1, 1, &[spec(1, -1, 1, NOT_KEY)]),
+    command(Id::Spublish, "spublish", 3, "7.0.0", "Sends a message to a shard channel.")
+        .flags(PUBSUB | LOADING | STALE | FAST)
+        .in_group(Group::Pubsub, NONE)
+        .keys(1, 1, 1, &[spec(1, 0, 1, NOT_KEY)]),
     command(Id::Publish, "publish", 3, "2.0.0", "Sends a message to a channel.")
         .flags(PUBSUB | LOADING | STALE | FAST)
         .in_group(Group::Pubsub, NONE),
@@ -95,9 +108,45 @@ const PUBSUB_SUBCOMMANDS: &[Command] = &[
     )
     .flags(PUBSUB | LOADING | STALE)
     .in_group(Group::Pubsub, NONE),
+    command(
+        Id::PubsubShardchannels,
+        "shardchannels",
+        -2,
+        "7.0.0",
+        "Lists the shard channels that have subscribers.",
+    )
+    .flags(PUBSUB | LOADING | STALE)
+    .in_group(Group::Pubsub, NONE),
+    command(
+        Id::PubsubShardnumsub,
+        "shardnumsub",
+        -2,
+        "7.0.0",
+        "Returns the number of subscribers of shard channels.",
+    )
+    .flags(PUBSUB | LOADING | STALE)
+    .in_group(Group::Pubsub, NONE),
 ];
 
 const CLIENT_SUBCOMMANDS: &[Command] = &[
+    command(
+        Id::ClientCaching,
+        "caching",
+        3,
+        "6.0.0",
+        "Is refused, because no connection has tracking.",
+    )
+    .flags(NOSCRIPT | LOADING | STALE)
+    .in_group(Group::Connection, CONNECTION),
+    command(
+        Id::ClientGetredir,
+        "getredir",
+        2,
+        "6.0.0",
+        "Returns that messages about changed keys go nowhere.",
+    )
+    .flags(NOSCRIPT | LOADING | STALE)
+    .in_group(Group::Connection, CONNECTION),
     command(Id::ClientGetname, "getname", 2, "2.6.9", "Returns the name of the connection.")
         .flags(NOSCRIPT | LOADING | STALE)
         .in_group(Group::Connection, CONNECTION),
@@ -128,6 +177,15 @@ const CLIENT_SUBCOMMANDS: &[Command] = &[
     .flags(ADMIN | NOSCRIPT | LOADING | STALE)
     .in_group(Group::Connection, CONNECTION),
     command(
+        Id::ClientNoTouch,
+        "no-touch",
+        3,
+        "7.2.0",
+        "Switches off and on that reads of the connection count as uses of keys.",
+    )
+    .flags(NOSCRIPT | LOADING | STALE)
+    .in_group(Group::Connection, CONNECTION),
+    command(
         Id::ClientPause,
         "pause",
         -3,
@@ -145,6 +203,15 @@ const CLIENT_SUBCOMMANDS: &[Command] = &[
     )
     .flags(NOSCRIPT | LOADING | STALE)
     .in_group(Group::Connection, CONNECTION),
+    command(
+        Id::ClientSetinfo,
+        "setinfo",
+        4,
+        "7.2.0",
+        "Tells the name or the version of the client's library.",
+    )
+    .flags(NOSCRIPT | LOADING | STALE)
+    .in_group(Group::Connection, CONNECTION),
     command(Id::ClientSetname, "setname", 3, "2.6.9", "Names the connection.")
         .flags(NOSCRIPT | LOADING | STALE)
         .in_group(Group::Connection, CONNECTION),
@@ -156,6 +223,24 @@ const CLIENT_SUBCOMMANDS: &[Command] = &[
         "Switches messages about changed keys off; they cannot be switched on.",
     )
     .flags(NOSCRIPT | LOADING | STALE)
+    .in_group(Group::Connection, CONNECTION),
+    command(
+        Id::ClientTrackinginfo,
+        "trackinginfo",
+        2,
+        "6.2.0",
+        "Tells that messages about changed keys are off.",
+    )
+    .flags(NOSCRIPT | LOADING | STALE)
+    .in_group(Group::Connection, CONNECTION),
+    command(
+        Id::ClientUnblock,
+        "unblock",
+        -3,
+        "5.0.0",
+        "Wakes a connection that waits in a command; no command waits.",
+    )
+    .flags(ADMIN | NOSCRIPT | LOADING | STALE)
     .in_group(Group::Connection, CONNECTION),
     command(Id::ClientUnpause, "unpause", 2, "6.2.0", "Ends a pause of all clients.")
         .flags(ADMIN | NOSCRIPT | LOADING | STALE)
