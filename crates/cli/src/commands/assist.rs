@@ -2,9 +2,10 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::Context;
-use pager::assist::server::Server;
+use pager::assist::server::{SET_UP, Server};
 
 use crate::assist::Ready;
 use crate::file_descriptors;
@@ -20,6 +21,11 @@ pub struct Assist {
     #[arg(long, value_name = "PATH")]
     socket: PathBuf,
 
+    /// Milliseconds after which the session of a process ends that has not completed its set-up.
+    /// The process goes on without the assist
+    #[arg(long, value_name = "MS", default_value_t = SET_UP.as_millis() as u32)]
+    set_up_ms: u32,
+
     #[command(flatten)]
     output: Output,
 }
@@ -32,7 +38,8 @@ impl Assist {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         file_descriptors::raise_limit();
         let at = || format!("listen at {}", self.socket.display());
-        let mut server = Server::listen(&self.socket).with_context(at)?;
+        let set_up = Duration::from_millis(self.set_up_ms.into());
+        let mut server = Server::listen(&self.socket, set_up).with_context(at)?;
         self.output.report().print(serde_json::to_string(&Ready { ready: true })?)?;
         server.serve()
     }

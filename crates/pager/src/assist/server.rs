@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::time::Duration;
 
 use pool::Endpoint;
 use pool::socket::Listener;
@@ -19,6 +20,11 @@ const ROUNDS: u32 = 64;
 /// Maximum number of sessions.
 const SESSIONS_MAX: usize = 1024;
 
+/// Default time limit of a set-up.
+pub const SET_UP: Duration = Duration::from_secs(10);
+/// Time between two lines about set-ups that have reached the limit.
+const LINE_NS: u64 = 1_000_000_000;
+
 /// A connection of a host.
 struct Peer {
     /// Declared before `socket`: the end of the socket tells the host that the assist accesses the
@@ -28,7 +34,8 @@ struct Peer {
 }
 
 enum State {
-    SetsUp(SetUp),
+    /// A set-up, and the time at which it must be complete.
+    SetsUp(SetUp, u64),
     Serves(Box<Session>),
 }
 
@@ -38,16 +45,50 @@ pub struct Server {
     peers: Vec<Peer>,
     /// Is closed to accept a connection when descriptors have run out.
     spare: Option<OwnedFd>,
+    /// Time limit of a set-up.
+    set_up: Duration,
+    late: Late,
+}
+
+/// Set-ups that have reached the time limit.
+#[derive(Default)]
+struct Late {
+    /// Number of them of which no line tells yet.
+    untold: u32,
+    /// Time from which a line is written again.
+    next_line_ns: u64,
+}
+
+impl Late {
+    /// Writes a line at most once a second: a hostile program can open connections without end.
+    fn tell(&mut self, peer: Peer, limit: Duration, now: u64) {
+        self.untold += 1;
+        if now < self.next_line_ns {
+            return;
+        }
+        let process = match pool::socket::Peer::of(&peer.socket) {
+            pool::socket::Peer::Process(id) => format!("process {id}"),
+            _ => "a process of another PID namespace".into(),
+        };
+        sys::say(&format!(
+            "the assist has ended {} session(s) whose set-up was not complete within {limit:?} \
+             (--set-up-ms of granary assist), the last one of {process}, which goes on without the \
+             assist",
+            self.untold
+        ));
+        *self = Self { untold: 0, next_line_ns: now + LINE_NS };
+    }
 }
 
 impl Server {
-    /// Listens at `path`. It serves processes of this process's user only.
+    /// Listens at `path`. It serves processes of this process's user only, and ends a session whose
+    /// set-up is not complete after `set_up`.
     ///
     /// # Errors
     /// The socket cannot be made.
-    pub fn listen(path: &Path) -> Result<Self, pool::Error> {
+    pub fn listen(path: &Path, set_up: Duration) -> Result<Self, pool::Error> {
         let listener = Listener::bind(&Endpoint::At(path.to_owned()))?;
-        Ok(Self { listener, peers: Vec::new(), spare: spare() })
+        Ok(Self { listener, peers: Vec::new(), spare: spare(), set_up, late: Late::default() })
     }
 
     /// Serves the hosts, scheduled as the handlers of faults are. Never returns.
@@ -78,10 +119,11 @@ impl Server {
         false
     }
 
-    /// Sleeps until a host sends a packet or a transfer ends, unless there is work already.
+    /// Sleeps until a host sends a packet, a transfer ends, or a set-up reaches its time limit,
+    /// unless there is work already.
     fn sleep(&mut self) {
         if self.may_sleep() {
-            self.look(-1);
+            self.look(self.time_left_ms());
         }
         self.peers.iter().for_each(Peer::announce_awake);
     }
@@ -112,8 +154,33 @@ impl Server {
         may
     }
 
-    /// Reads the sockets, and waits for an event if `timeout_ms` is -1.
+    /// Returns the time until the next limit of a set-up; -1 without one.
+    fn time_left_ms(&self) -> i32 {
+        let Some(next) = self.peers.iter().filter_map(Peer::deadline).min() else { return -1 };
+        let ms = next.saturating_sub(sys::now_ns()).div_ceil(1_000_000);
+        i32::try_from(ms).unwrap_or(i32::MAX)
+    }
+
+    /// Ends the sessions whose set-up has reached its time limit.
+    fn end_late(&mut self) {
+        if self.peers.iter().all(|peer| peer.deadline().is_none()) {
+            return;
+        }
+        let now = sys::now_ns();
+        let is_late = |peer: &mut Peer| peer.deadline().is_some_and(|deadline| deadline <= now);
+        for peer in self.peers.extract_if(.., is_late) {
+            peer.refuse(format!("its set-up was not complete within {:?}", self.set_up));
+            self.late.tell(peer, self.set_up, now);
+        }
+    }
+
+    /// Reads the sockets, after a wait for an event of at most `timeout_ms`; -1 is no limit.
     fn look(&mut self, timeout_ms: i32) {
+        self.read_sockets(timeout_ms);
+        self.end_late();
+    }
+
+    fn read_sockets(&mut self, timeout_ms: i32) {
         let mut polled: Vec<_> = self
             .peers
             .iter()
@@ -140,7 +207,9 @@ impl Server {
     fn accept(&mut self) {
         match self.listener.accept() {
             Ok(Some(socket)) if self.peers.len() < SESSIONS_MAX && is_own_user(&socket) => {
-                self.peers.push(Peer { state: State::SetsUp(SetUp::default()), socket });
+                let limit = u64::try_from(self.set_up.as_nanos()).unwrap_or(u64::MAX);
+                let deadline = sys::now_ns().saturating_add(limit);
+                self.peers.push(Peer { state: State::SetsUp(SetUp::default(), deadline), socket });
             }
             Ok(_) => {}
             // Descriptors have run out.
@@ -171,14 +240,22 @@ impl Peer {
     fn work(&mut self) -> Result<bool, String> {
         match &mut self.state {
             State::Serves(session) => session.work(),
-            State::SetsUp(_) => Ok(false),
+            State::SetsUp(..) => Ok(false),
         }
     }
 
     fn may_sleep(&mut self) -> Result<bool, String> {
         match &mut self.state {
             State::Serves(session) => session.may_sleep(),
-            State::SetsUp(_) => Ok(true),
+            State::SetsUp(..) => Ok(true),
+        }
+    }
+
+    /// Time at which the set-up must be complete; `None` if it is.
+    fn deadline(&self) -> Option<u64> {
+        match self.state {
+            State::SetsUp(_, deadline) => Some(deadline),
+            State::Serves(_) => None,
         }
     }
 
@@ -216,7 +293,7 @@ impl Peer {
     }
 
     fn take(&mut self, (message, descriptors): (Message, Vec<OwnedFd>)) -> Result<(), String> {
-        let State::SetsUp(set_up) = &mut self.state else { return Ok(()) };
+        let State::SetsUp(set_up, _) = &mut self.state else { return Ok(()) };
         match set_up.take(message, descriptors)? {
             Step::Next(None) => Ok(()),
             Step::Next(Some(answer)) => self.send(&answer),
@@ -266,7 +343,7 @@ pub(crate) mod testing {
             let name = format!("granary-assist-{name}-{}", std::process::id());
             let directory = std::env::temp_dir().join(name);
             std::fs::create_dir_all(&directory).unwrap();
-            let mut server = Server::listen(&socket_path(&directory)).unwrap();
+            let mut server = Server::listen(&socket_path(&directory), SET_UP).unwrap();
             let state = Arc::new(AtomicU32::new(RUNS));
             let seen = state.clone();
             let thread = std::thread::spawn(move || {

@@ -51,13 +51,17 @@ pub fn wake(socket: BorrowedFd<'_>) {
     unsafe { libc::send(socket.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), flags) };
 }
 
-/// Reads the packets that ask to look for requests. Never waits.
+/// Packets that [`drain_wakes`] reads at a time. A host that sends without end must not keep the
+/// assist from other hosts.
+const WAKES_MAX: usize = 64;
+
+/// Reads at most [`WAKES_MAX`] packets that ask to look for requests. Never waits.
 ///
 /// # Errors
 /// The peer has closed the socket (`UnexpectedEof`), or has sent another packet (`InvalidData`).
 pub fn drain_wakes(socket: BorrowedFd<'_>) -> io::Result<()> {
     let mut packet = [0u8; 32];
-    loop {
+    for _ in 0..WAKES_MAX {
         // SAFETY: `packet` is valid for the write. The kernel discards descriptors.
         let received = unsafe {
             let flags = libc::MSG_DONTWAIT;
@@ -74,6 +78,7 @@ pub fn drain_wakes(socket: BorrowedFd<'_>) -> io::Result<()> {
             },
         }
     }
+    Ok(())
 }
 
 /// Returns true if the peer of a socket has closed it. Never waits.
