@@ -57,11 +57,7 @@ impl FaultTimes {
     /// Maps the page of a run. Fails if `path` is not such a page: the program may be in another
     /// namespace, where the path names another file.
     pub fn open(path: &Path) -> io::Result<Self> {
-        let name = std::fs::read_link(path)?;
-        if !name.to_string_lossy().starts_with(&format!("/memfd:{NAME}")) {
-            return Err(io::ErrorKind::NotFound.into());
-        }
-        let file = std::fs::OpenOptions::new().read(true).write(true).open(path)?;
+        let file = crate::run_memory::open_memfd(path, &format!("/memfd:{NAME}"))?;
         // SAFETY: a query.
         let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
         if seals < 0 || seals & libc::F_SEAL_SHRINK == 0 || file.metadata()?.len() < PAGE {

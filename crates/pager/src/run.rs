@@ -5,7 +5,6 @@
 //! library exists.
 
 use std::ffi::{OsStr, OsString};
-use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::ExitStatusExt;
@@ -92,6 +91,11 @@ pub fn run_in(
         fault_times: awake.as_ref().map(AwakeThread::path),
         ..config.clone()
     };
+    let words: Vec<_> = std::iter::once(program)
+        .chain(arguments.iter().map(OsString::as_os_str))
+        .map(OsStr::to_string_lossy)
+        .collect();
+    directory.memory().set_program(&words.join(" "));
     let mut command = Command::new(program);
     command.args(arguments).envs(config.to_environment());
     command.env_remove("GRANARY_UNPAGED");
@@ -175,7 +179,7 @@ fn resolve(program: &OsStr) -> Result<(PathBuf, File), Error> {
     for _ in 0..5 {
         let unreadable =
             |error: io::Error| fail(format!("{} cannot be read: {error}", path.display()));
-        let file = File::open(&path).map_err(unreadable)?;
+        let file = units::files::open(&path).map_err(unreadable)?;
         let mut head = Vec::new();
         (&file).take(4096).read_to_end(&mut head).map_err(unreadable)?;
         let Some(line) = head.strip_prefix(b"#!") else { return Ok((path, file)) };

@@ -13,6 +13,7 @@
 //!  u64[2]  number of ended processes whose counters slot 0 has
 //!  u64[3]  of them, id of the process with the most unpaged memory
 //!  u64[8..]                owner of each slot
+//!  page    length of the program's text, and the text
 //!  slots, two pages each   counters (crate::stats); slot 0: sums of ended processes
 //!  notes                   crate::execs
 //! ```
@@ -51,7 +52,10 @@ const CURSOR: usize = USED + 1;
 const ENDED: usize = USED + 2;
 const LARGEST: usize = USED + 3;
 const OWNERS: usize = USED + 8;
-const FIRST_SLOT: usize = ((OWNERS + SLOTS) * 8).next_multiple_of(PAGE_BYTES) / 8;
+const PROGRAM: usize = ((OWNERS + SLOTS) * 8).next_multiple_of(PAGE_BYTES) / 8;
+/// Maximum bytes of the program's text.
+const PROGRAM_BYTES: usize = PAGE_BYTES - 8;
+const FIRST_SLOT: usize = PROGRAM + PAGE_BYTES / 8;
 const EXECS: usize = FIRST_SLOT + SLOTS * SLOT_WORDS;
 const BYTES: usize = ((EXECS + execs::WORDS) * 8).next_multiple_of(PAGE_BYTES);
 const SEALS: i32 = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
@@ -153,27 +157,20 @@ impl RunMemory {
     /// # Errors
     /// The path leads to another file, or to a process of another user.
     pub fn open(path: &Path) -> io::Result<Self> {
-        // The file is looked at before it is opened: opening a FIFO or a device has effects.
-        let found = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(path)?;
-        let found_path = format!("/proc/self/fd/{}", found.as_raw_fd());
-        if !has_name(&found_path, LINK) {
-            return Err(other());
-        }
-        let mut options = OpenOptions::new();
-        let options = options.read(true).write(true);
-        let file = options.custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(found_path)?;
+        let file = open_memfd(path, LINK)?;
         check(file.as_raw_fd())?;
         Self::map(file.as_raw_fd())
     }
 
-    /// Finds and maps the memory of the run whose `granary run` has this id. The memory's name
-    /// begins with `name`: a run within a run has inherited the memory of the outer one.
+    /// Finds and maps the memory of the run whose `granary run` has this directory in `/proc`. The
+    /// memory's name begins with `name`: a run within a run has inherited the memory of the outer
+    /// one.
     ///
     /// # Errors
-    /// The process belongs to another user, or has no such memory.
-    pub fn of_run(pid: u32, name: &str) -> io::Result<Self> {
+    /// The process belongs to another user, or has no such memory ([`io::ErrorKind::NotFound`]).
+    pub fn of_run(process: &Path, name: &str) -> io::Result<Self> {
         let link = format!("/memfd:{name}");
-        for entry in std::fs::read_dir(format!("/proc/{pid}/fd"))?.flatten() {
+        for entry in std::fs::read_dir(process.join("fd"))?.flatten() {
             let path = entry.path();
             if has_name(&path, &link) {
                 return Self::open(&path);
@@ -190,6 +187,31 @@ impl RunMemory {
         // it.
         let words = unsafe { std::slice::from_raw_parts(base as *const AtomicU64, BYTES / 8) };
         Ok(Self { words })
+    }
+
+    /// Sets the text of the program, cut to its maximum. Only `granary run` calls this.
+    pub(crate) fn set_program(&self, text: &str) {
+        let text = &text.as_bytes()[..text.len().min(PROGRAM_BYTES)];
+        let words = self.words[PROGRAM + 1..FIRST_SLOT].iter();
+        for (word, bytes) in words.zip(text.chunks(8)) {
+            let mut value = [0; 8];
+            value[..bytes.len()].copy_from_slice(bytes);
+            word.store(u64::from_le_bytes(value), Ordering::Relaxed);
+        }
+        self.words[PROGRAM].store(text.len() as u64, Ordering::Release);
+    }
+
+    /// Returns the text of the program, without control characters: a terminal may show it.
+    pub fn program(&self) -> String {
+        let length = self.words[PROGRAM].load(Ordering::Acquire);
+        let length = usize::try_from(length).unwrap_or(usize::MAX).min(PROGRAM_BYTES);
+        let words = self.words[PROGRAM + 1..FIRST_SLOT].iter();
+        let bytes: Vec<u8> = words
+            .flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes())
+            .take(length)
+            .collect();
+        let shown = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
+        String::from_utf8_lossy(&bytes).chars().map(shown).collect()
     }
 
     /// Returns the ledger's part.
@@ -276,6 +298,20 @@ impl RunMemory {
     }
 }
 
+/// Opens a memfd of another process by `/proc/PID/fd/N`, whose name begins with `link` as the
+/// kernel shows it.
+pub(crate) fn open_memfd(path: &Path, link: &str) -> io::Result<File> {
+    // The file is looked at before it is opened: opening a FIFO or a device has effects.
+    let found = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(path)?;
+    let found_path = format!("/proc/self/fd/{}", found.as_raw_fd());
+    if !has_name(&found_path, link) {
+        return Err(other());
+    }
+    let mut options = OpenOptions::new();
+    let options = options.read(true).write(true);
+    options.custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(found_path)
+}
+
 fn has_name(path: impl AsRef<Path>, start: &str) -> bool {
     std::fs::read_link(path)
         .is_ok_and(|link| link.as_os_str().as_encoded_bytes().starts_with(start.as_bytes()))
@@ -317,6 +353,22 @@ mod tests {
         for path in ["/dev/null", "/dev/zero", "/proc/self/exe", "/no/such/file"] {
             assert!(RunMemory::open(Path::new(path)).is_err(), "{path}");
         }
+    }
+
+    #[test]
+    fn text_of_the_program_is_cut_and_has_no_control_characters() {
+        let run = OwnedRunMemory::create("granary-run-test").unwrap();
+        let memory = run.memory();
+        assert_eq!(memory.program(), "");
+        memory.set_program("sort -S 1G \x1b[2J\n");
+        assert_eq!(memory.program(), "sort -S 1G \u{fffd}[2J\u{fffd}");
+        memory.set_program(&"ä".repeat(PROGRAM_BYTES));
+        assert_eq!(memory.program(), "ä".repeat(PROGRAM_BYTES / 2));
+        memory.set_program("ls");
+        assert_eq!(memory.program(), "ls");
+        // A value of a hostile process.
+        memory.words[PROGRAM].store(u64::MAX, Ordering::Release);
+        assert!(memory.program().len() <= 3 * PROGRAM_BYTES);
     }
 
     #[test]

@@ -1,7 +1,9 @@
 //! The runs of `granary run` on this machine, and their bounds, for other processes.
 
+use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use crate::ledger::{Ledger, Owner, UNIT_PAGES};
@@ -16,7 +18,8 @@ pub struct Run {
     pub directory: PathBuf,
     /// Process id of `granary run`.
     pub pid: u32,
-    /// The program and its arguments; empty if the kernel does not show them.
+    /// The first 4088 bytes of the program and its arguments; empty if the kernel does not show the
+    /// memory of the run.
     pub program: String,
     /// The ledger of the run; the error if the processes have bounds of their own.
     pub ledger: io::Result<Ledger>,
@@ -58,6 +61,10 @@ impl Run {
     /// Opens a run by its directory. Only root opens runs of other users; what they wrote is not
     /// trusted.
     ///
+    /// Nothing here waits for another process, nor reads more than the run's memory has. The
+    /// command line in `/proc` is not read: it lies in pages of the process itself, so neither the
+    /// time of such a read nor its length is bounded here.
+    ///
     /// # Errors
     /// The directory is not that of a run, the run has ended, or it belongs to another user.
     pub fn open(directory: &Path) -> io::Result<Self> {
@@ -67,23 +74,31 @@ impl Run {
         let pid: u32 = pid.and_then(|pid| pid.parse().ok()).ok_or_else(|| {
             error("the name of a run's directory begins with granary-run- and a process id")
         })?;
-        // A directory that was left behind may have the id of a thread of the kernel's, which has
-        // no command line.
-        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let ended = |_| error("the run has ended");
         // Not followed: another user can make a link of this name.
-        let found = std::fs::symlink_metadata(directory).map_err(|_| error("the run has ended"))?;
-        if !found.is_dir() || !Owner::new(pid, 0).is_alive() || line.is_empty() {
+        let found = std::fs::symlink_metadata(directory).map_err(ended)?;
+        // A descriptor of the process's directory does not lead to a later process of its id.
+        let process = open_process(pid).map_err(|why| match why.kind() {
+            io::ErrorKind::NotFound => ended(why),
+            _ => why,
+        })?;
+        if !found.is_dir() || !Owner::new(pid, 0).is_alive() {
             return Err(error("the run has ended"));
         }
         // SAFETY: reads the process's credentials.
         let own = unsafe { libc::geteuid() };
-        let process = std::fs::metadata(format!("/proc/{pid}"))?.uid();
-        if (own != 0 && found.uid() != own) || found.uid() != process {
+        if (own != 0 && found.uid() != own) || found.uid() != process.metadata()?.uid() {
             return Err(error("the directory belongs to another user"));
         }
-        let ledger = RunMemory::of_run(pid, &format!("{name} ")).and_then(Ledger::open);
-        let directory = directory.to_owned();
-        Ok(Self { pid, program: program_of(&line), ledger, directory })
+        let path = format!("/proc/self/fd/{}", process.as_raw_fd());
+        let memory = match RunMemory::of_run(Path::new(&path), &format!("{name} ")) {
+            // A directory that was left behind has the id of another process.
+            Err(why) if why.kind() == io::ErrorKind::NotFound => return Err(ended(why)),
+            memory => memory,
+        };
+        let program = memory.as_ref().map(RunMemory::program).unwrap_or_default();
+        let ledger = memory.and_then(Ledger::open);
+        Ok(Self { pid, program, ledger, directory: directory.to_owned() })
     }
 
     /// Returns the runs whose directories lie in the directory of temporary files, by process id.
@@ -115,11 +130,10 @@ impl Run {
     }
 }
 
-/// Returns the program with its arguments in a command line of `granary run`: what follows `--`.
-fn program_of(line: &[u8]) -> String {
-    let words = line.split(|&byte| byte == 0).map(String::from_utf8_lossy);
-    let program: Vec<_> = words.skip_while(|word| word != "--").skip(1).collect();
-    program.join(" ").trim_end().to_owned()
+/// Opens the directory of a process in `/proc`.
+fn open_process(pid: u32) -> io::Result<File> {
+    let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_NOFOLLOW;
+    OpenOptions::new().read(true).custom_flags(flags).open(format!("/proc/{pid}"))
 }
 
 #[cfg(test)]
@@ -133,8 +147,9 @@ mod tests {
         let path = directory.path().to_owned();
         assert!(Run::open(&path).unwrap().ledger.is_err(), "it has no ledger yet");
         let ledger = directory.create_ledger(64 << 20);
+        directory.memory().set_program("ls -l");
         let run = Run::find(path.to_str().unwrap()).unwrap();
-        assert_eq!(run.pid, std::process::id());
+        assert_eq!((run.pid, run.program.as_str()), (std::process::id(), "ls -l"));
         let bound = Bound::of(run.ledger.as_ref().unwrap());
         let expected = Bound {
             total_bytes: Some(64 << 20),
@@ -149,6 +164,10 @@ mod tests {
         assert_eq!(by_pid.pid, std::process::id());
         drop(directory);
         assert!(Run::open(&path).unwrap_err().to_string().contains("has ended"));
+        // A directory that was left behind, whose id this process has now.
+        std::fs::create_dir(&path).unwrap();
+        assert!(Run::open(&path).unwrap_err().to_string().contains("has ended"));
+        std::fs::remove_dir(&path).unwrap();
         // Linux has no process with an id above 2^22.
         assert!(Run::find("/tmp").is_err() && Run::find("4194305").is_err());
     }

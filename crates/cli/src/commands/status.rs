@@ -89,7 +89,7 @@ impl RunReport {
             size(self.local_limit_bytes),
             size(self.given_bytes),
             size(self.given_peak_bytes),
-            self.program
+            if self.program.is_empty() { "-" } else { &self.program }
         )
     }
 }

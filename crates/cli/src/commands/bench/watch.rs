@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -76,7 +76,8 @@ impl Runs {
         let (mut live, mut held) = (0, 0);
         for (id, found) in &mut self.0 {
             if found.is_none() {
-                *found = RunMemory::of_run(*id, &format!("granary-run-{id}-")).ok();
+                let (process, name) = (format!("/proc/{id}"), format!("granary-run-{id}-"));
+                *found = RunMemory::of_run(Path::new(&process), &name).ok();
             }
             if let Some(counters) = found.map(Summary::read) {
                 live += counters.get(Counter::LiveBytes);
