@@ -477,7 +477,7 @@ fn write_scene(scene: &Scene, directory: &Path, name: &str) -> Result<[PathBuf; 
     fs::create_dir_all(directory).map_err(failed(directory))?;
     let files = [("svg", svg.into_bytes()), ("png", png)].map(|(extension, bytes)| {
         let path = directory.join(format!("{name}.{extension}"));
-        fs::write(&path, bytes).map_err(failed(&path)).map(|()| path)
+        units::files::write(&path, &bytes).map_err(failed(&path)).map(|()| path)
     });
     let [svg, png] = files;
     Ok([svg?, png?])

@@ -5,6 +5,7 @@ use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
+use units::files;
 
 /// Directories with text on a Unix machine: headers, scripts, documentation, word lists.
 const DIRECTORIES: [&str; 5] = ["/usr/include", "/usr/share", "/usr/lib", "/usr/local", "/etc"];
@@ -31,7 +32,7 @@ pub fn write(path: &Path, bytes: u64) -> anyhow::Result<Corpus> {
 }
 
 fn write_from(directories: &[PathBuf], path: &Path, bytes: u64) -> anyhow::Result<Corpus> {
-    let mut out = BufWriter::new(File::create(path)?);
+    let mut out = BufWriter::new(files::create(path)?);
     let mut corpus = Corpus { files: 0, bytes: 0 };
     while corpus.bytes < bytes {
         let before = corpus.bytes;
@@ -86,7 +87,7 @@ fn text_of(path: &Path, bytes: u64) -> Option<String> {
     }
     let mut content = Vec::new();
     // The file may have grown since its size was read.
-    File::open(path).ok()?.take(FILE_BYTES_MAX).read_to_end(&mut content).ok()?;
+    files::open(path).ok()?.take(FILE_BYTES_MAX).read_to_end(&mut content).ok()?;
     if content.is_empty() || content.contains(&0) {
         return None;
     }
@@ -105,7 +106,7 @@ pub struct Difference {
 /// # Errors
 /// If a file cannot be read.
 pub fn compare(left: &Path, right: &Path) -> anyhow::Result<Option<Difference>> {
-    let open = |path: &Path| File::open(path).with_context(|| format!("read {}", path.display()));
+    let open = |path: &Path| files::open(path).with_context(|| format!("read {}", path.display()));
     let mut files = [open(left)?, open(right)?];
     let mut buffers = [vec![0; 1 << 16], vec![0; 1 << 16]];
     let mut offset = 0;

@@ -224,7 +224,8 @@ impl Kv {
         let mut ignored = Ignored::default();
         if let Some(file) = &self.file {
             let name = file.display().to_string();
-            let directives = redis_formats::conf::read(&name, &mut |name| std::fs::read(name))?;
+            let directives =
+                redis_formats::conf::read(&name, &mut |name| units::files::read(name.as_ref()))?;
             ignored = config.load(&directives)?;
         }
         for line in &ignored.unknown {

@@ -51,5 +51,5 @@ fn write_pages(command: &clap::Command, directory: &Path) -> std::io::Result<()>
     let page = String::from_utf8_lossy(&page)
         .replace(".SH EXTRA\nExamples:\n", ".SH EXAMPLES\n.nf\n")
         .replace(".SH VERSION\n", ".fi\n.SH VERSION\n");
-    fs::write(directory.join(man.get_filename()), page)
+    units::files::write(&directory.join(man.get_filename()), page.as_bytes())
 }

@@ -3,7 +3,7 @@
 //! Runs each program twice on text files of this machine: directly, and under `granary run` with a
 //! quarter of its peak memory local. The two outputs must be identical byte for byte.
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
@@ -188,7 +188,8 @@ impl Workload {
             .with_context(|| format!("run {program} with {local} of its memory local"))?;
         bar.step();
 
-        let summary = fs::read(&stats).with_context(|| format!("read {}", stats.display()))?;
+        let summary =
+            units::files::read(&stats).with_context(|| format!("read {}", stats.display()))?;
         let summary = serde_json::from_slice(&summary)
             .with_context(|| format!("parse the statistics in {}", stats.display()))?;
         let output = Size(fs::metadata(&plain_output)?.len());
@@ -208,7 +209,8 @@ impl Workload {
 
 /// Runs a program with its output redirected to a file, in the C locale, which sorts by bytes.
 fn run(command: &mut Command, output: &Path) -> anyhow::Result<Finished> {
-    let file = File::create(output).with_context(|| format!("write {}", output.display()))?;
+    let file =
+        units::files::create(output).with_context(|| format!("write {}", output.display()))?;
     command.stdin(Stdio::null()).stdout(file).env("LC_ALL", "C").env("PYTHONHASHSEED", "0");
     let finished = child::run_to_completion(command)?;
     if !finished.status.success() {

@@ -1,7 +1,6 @@
 //! `granary run`: runs an unmodified program with most of its memory in a pool.
 
 use std::ffi::OsString;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -464,5 +463,5 @@ fn pool_status(pool: &PoolAddress) -> anyhow::Result<Status> {
 fn write(path: &Path, summary: &RunSummary) -> anyhow::Result<()> {
     let mut line = serde_json::to_vec(summary)?;
     line.push(b'\n');
-    Ok(fs::write(path, line)?)
+    Ok(units::files::write(path, &line)?)
 }

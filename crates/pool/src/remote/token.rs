@@ -20,7 +20,6 @@
 //! random text, not a word.
 
 use std::fmt;
-use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -190,11 +189,8 @@ pub struct Greeting {
 pub(super) fn read_private(path: &Path, attempt: impl Fn() -> String) -> Result<Vec<u8>, Error> {
     let system = |source| Error::System { attempt: attempt(), source };
     let refuse = |why: &str| Error::Refused { attempt: attempt(), why: why.into() };
-    let mut file = File::open(path).map_err(system)?;
+    let mut file = units::files::open(path).map_err(system)?;
     let meta = file.metadata().map_err(system)?;
-    if !meta.is_file() {
-        return Err(refuse("it is not a file"));
-    }
     if meta.mode() & 0o077 != 0 {
         return Err(refuse("users other than its owner may read or write it; run chmod 600 on it"));
     }
@@ -286,7 +282,10 @@ mod tests {
             same.proof(Side::Server, &nonces(0, 0))
         );
         assert_eq!(format!("{token:?}"), "Token(..)");
-        assert!(Token::read(dir.path()).is_err());
+        let why = Token::read(dir.path()).unwrap_err().to_string();
+        assert!(why.contains("a directory, and not a regular file"), "{why}");
+        let why = Token::read(Path::new("/dev/zero")).unwrap_err().to_string();
+        assert!(why.contains("a device, and not a regular file"), "{why}");
         assert!(Token::read(&dir.path().join("none")).is_err());
     }
 

@@ -1,6 +1,5 @@
 //! `granary bench paper`: the papers' experiments, with the papers' numbers beside ours.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -314,7 +313,7 @@ impl Paper {
         let path = directory.join(format!("{prefix}.jsonl"));
         let lines: Vec<String> =
             all.iter().flat_map(|(_, r)| r.records()).map(Record::to_json).collect();
-        fs::write(&path, lines.join("\n") + "\n")
+        units::files::write(&path, (lines.join("\n") + "\n").as_bytes())
             .with_context(|| format!("write {}; choose another --out", path.display()))?;
         say_pictures(report, &files)?;
         report.say(format_args!("Records: {}", path.display()))?;

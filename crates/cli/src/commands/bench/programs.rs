@@ -87,7 +87,7 @@ pub fn show(
 /// Writes records as one JSON object per line.
 fn write_records(path: &Path, records: &[&Record]) -> anyhow::Result<()> {
     let lines: Vec<String> = records.iter().map(|record| record.to_json()).collect();
-    fs::write(path, lines.join("\n") + "\n")
+    units::files::write(path, (lines.join("\n") + "\n").as_bytes())
         .with_context(|| format!("write {}; choose another --out", path.display()))
 }
 
