@@ -15,6 +15,7 @@ mod bound;
 mod child;
 mod commands;
 mod corpus;
+mod failure;
 mod file_descriptors;
 mod kernel_swap;
 mod lease_options;
@@ -65,7 +66,7 @@ fn main() -> ExitCode {
         // The reader of a pipe closed it, as in `granary bench … | head`: not a failure.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("granary: {error:#}");
+            eprintln!("granary: {}", failure::text(&error));
             ExitCode::from(if error.is::<UsageError>() { 2 } else { 1 })
         }
     }
@@ -136,6 +137,15 @@ mod tests {
         command.build();
         command.clone().debug_assert();
         check(&command, "granary");
+    }
+
+    #[test]
+    fn only_commands_of_other_commands_are_hidden() {
+        let command = Cli::command();
+        let hidden = command.get_subcommands().filter(|sub| sub.is_hide_set());
+        let hidden: Vec<_> = hidden.map(clap::Command::get_name).collect();
+        // granary run starts the assist, benchmarks start workers.
+        assert_eq!(hidden, ["assist", "worker"]);
     }
 
     #[test]

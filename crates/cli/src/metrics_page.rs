@@ -6,6 +6,8 @@ use anyhow::Context;
 use metrics::Samples;
 use metrics::server::{self, Server};
 
+use crate::failure;
+
 /// The option `--metrics`.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct MetricsPage {
@@ -24,7 +26,7 @@ impl MetricsPage {
         let Some(address) = self.metrics else { return Ok(None) };
         let page = move || {
             let page = source().and_then(|samples| Ok(metrics::page(samples)?));
-            page.map_err(|e| format!("{e:#}"))
+            page.map_err(|e| failure::text(&e))
         };
         let attempt = || format!("serve metrics at {address}; choose another --metrics");
         let server = Server::start(address, page).with_context(attempt)?;

@@ -147,7 +147,10 @@ fn file_size_limit_is_named_instead_of_a_signal() {
     let output = Command::new("sh").arg("-c").arg(script).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
     let text = stderr(&output);
-    assert!(text.contains("File too large") && !text.contains("SIGXFSZ"), "{text}");
+    assert_eq!(text.matches("File too large").count(), 1, "{text}");
+    assert!(text.contains("at most 50KiB (ulimit -f)"), "{text}");
+    assert!(text.contains("for example by ulimit -f unlimited"), "{text}");
+    assert!(!text.contains("SIGXFSZ") && !text.contains("did not end within"), "{text}");
 }
 
 #[test]

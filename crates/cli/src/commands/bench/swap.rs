@@ -15,6 +15,7 @@ use units::Size;
 use super::BenchOutput;
 use super::programs::{Programs, Running, Shown, show};
 use super::watch::{Seen, Watch};
+use crate::failure;
 use crate::node::{CpuTimes, NodeProcess};
 use crate::summary::RunSummary;
 
@@ -77,7 +78,7 @@ impl Machine for MemoryNodes {
 
 impl MemoryNodes {
     fn run_paged(&self, cell: Cell, settings: &Settings) -> Result<Swapped, String> {
-        let failed = |error: anyhow::Error| format!("{error:#}");
+        let failed = |error: anyhow::Error| failure::text(&error);
         let node = NodeProcess::start(settings).map_err(failed)?;
         let before = node.status().map_err(failed)?;
         let tasks = (0..cell.tasks).map(|task| self.start(cell, task, &node));
@@ -110,7 +111,7 @@ impl MemoryNodes {
 
     fn summary(&self, task: u32) -> Result<RunSummary, String> {
         let file = self.summary_file(task);
-        let text = fs::read_to_string(&file).map_err(|error| {
+        let text = units::files::read_to_string(&file).map_err(|error| {
             format!("read {}: {error}; see the messages of granary run above", file.display())
         })?;
         serde_json::from_str(&text).map_err(|error| format!("unexpected statistics: {error}"))
