@@ -8,6 +8,10 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+/// Time between two drawings of a bar. A step may take minutes, and the time that it has taken must
+/// go on meanwhile.
+const TICK: Duration = Duration::from_secs(1);
+
 /// Whether progress bars are drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
@@ -30,18 +34,16 @@ impl Progress {
         )
         .expect("the template names known fields only")
         .progress_chars("=> ");
-        Bar(self.start(ProgressBar::with_draw_target(Some(steps), self.target()), style, what))
+        let bar = ProgressBar::with_draw_target(Some(steps), self.target());
+        Bar(self.start(bar, style, what, TICK))
     }
 
     /// A spinner for work of unknown length.
     pub fn spinner(self, what: &str) -> Bar {
         let style = ProgressStyle::with_template("{spinner} {msg} {elapsed_precise}")
             .expect("the template names known fields only");
-        let bar = self.start(ProgressBar::with_draw_target(None, self.target()), style, what);
-        if self == Self::Drawn {
-            bar.enable_steady_tick(Duration::from_millis(100));
-        }
-        Bar(bar)
+        let bar = ProgressBar::with_draw_target(None, self.target());
+        Bar(self.start(bar, style, what, Duration::from_millis(100)))
     }
 
     fn target(self) -> ProgressDrawTarget {
@@ -51,9 +53,18 @@ impl Progress {
         }
     }
 
-    fn start(self, bar: ProgressBar, style: ProgressStyle, what: &str) -> ProgressBar {
+    fn start(
+        self,
+        bar: ProgressBar,
+        style: ProgressStyle,
+        what: &str,
+        tick: Duration,
+    ) -> ProgressBar {
         bar.set_style(style);
         bar.set_message(what.to_owned());
+        if self == Self::Drawn {
+            bar.enable_steady_tick(tick);
+        }
         bar
     }
 }

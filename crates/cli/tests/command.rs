@@ -153,6 +153,20 @@ fn file_size_limit_is_named_instead_of_a_signal() {
     assert!(!text.contains("SIGXFSZ") && !text.contains("did not end within"), "{text}");
 }
 
+/// The bar's time goes on within a step.
+#[test]
+fn progress_is_drawn_during_a_long_step() {
+    let granary = env!("CARGO_BIN_EXE_granary");
+    let bench = format!("'{granary}' bench seal --rounds 1 --seconds 0.3");
+    // script(1) makes the terminal.
+    let mut command = Command::new("script");
+    command.args(["--quiet", "--return", "--command", &bench, "/dev/null"]);
+    let output = command.stdin(Stdio::null()).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}");
+    assert!(text.contains("0/1 00:00:01"), "{text}");
+}
+
 #[test]
 fn json_output_has_records_only() {
     let output = granary(&ACCESS).arg("--json").output().unwrap();
