@@ -120,12 +120,12 @@ impl SimHooks {
     }
 }
 
-fn gone() -> Error {
-    Error::Gone {
-        attempt: "waiting for a completion".into(),
-        why: "this simulated process has ended".into(),
-    }
+fn gone(why: &str) -> Error {
+    Error::Gone { attempt: "waiting for a completion".into(), why: why.into() }
 }
+
+/// Why a wait of a program that is being ended fails.
+const ENDED: &str = "this simulated process has ended";
 
 impl Hooks for SimHooks {
     const VIRTUAL: bool = true;
@@ -207,21 +207,27 @@ impl Hooks for SimHooks {
 
     fn wait(&self, cqn: Cqn, next: u32, timeout: Duration) -> Result<bool, Error> {
         if fiber::is_ending() {
-            return Err(gone());
+            return Err(gone(ENDED));
         }
         let visible = |shared: &Shared| shared.state.lock().is_visible(cqn, next);
         if fiber::current().is_none() {
             // A completion becomes visible later, and outside of fibers time passes only from event
-            // to event.
-            if !visible(&self.shared) {
-                self.shared.state.lock().leave_waker(cqn, next, Waker::noop());
+            // to event, or to the end of a wait without one.
+            if visible(&self.shared) {
+                return Ok(true);
             }
-            while !visible(&self.shared) {
-                if !self.shared.pump() {
-                    return Ok(false);
+            self.shared.state.lock().leave_waker(cqn, next, Waker::noop());
+            let deadline = (timeout < Duration::MAX)
+                .then(|| self.shared.state.lock().now + Time::from(timeout));
+            while self.shared.pump_until(deadline) {
+                if visible(&self.shared) {
+                    return Ok(true);
                 }
             }
-            return Ok(true);
+            return match deadline {
+                Some(_) => Ok(false),
+                None => Err(gone("the simulated world has no event left")),
+            };
         }
         if visible(&self.shared) {
             return Ok(true);
@@ -233,7 +239,7 @@ impl Hooks for SimHooks {
         self.shared.state.lock().leave_waker(cqn, next, &fiber::waker());
         self.wait_until(deadline);
         if fiber::is_ending() {
-            return Err(gone());
+            return Err(gone(ENDED));
         }
         let visible = visible(&self.shared);
         if visible && self.weak {

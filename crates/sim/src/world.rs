@@ -338,6 +338,21 @@ impl Shared {
         }
     }
 
+    /// Like [`Shared::pump`], but lets time pass to `deadline` and returns false if no event comes
+    /// before that.
+    pub fn pump_until(&self, deadline: Option<Time>) -> bool {
+        {
+            let mut state = self.state.lock();
+            if let Some(deadline) = deadline
+                && state.next_at().is_none_or(|at| at > deadline)
+            {
+                state.now = state.now.max(deadline);
+                return false;
+            }
+        }
+        self.pump()
+    }
+
     fn execute(&self, event: Event) {
         let mut state = self.state.lock();
         match event {

@@ -8,8 +8,8 @@ use pool::{DomainToken, Lane, LeaseTerms, Options, Others, Scheme, Settings, Ste
 use scheme::info::AccessKind;
 use scheme::{GroupId, NodeScheme};
 use sim::{Clock, Cluster, ClusterSpec, NodeId, Params, Time, VerbStall, fiber};
-use verbs::Nic;
 use verbs::executor::Tasks;
+use verbs::{CompletionQueue, CqAttr, Nic};
 
 fn finemem<'a>(
     scheme: &'a mut (dyn NodeScheme + 'static),
@@ -509,4 +509,16 @@ fn fiber_stands_still_at_a_verb() {
             assert_eq!(counted < time, stops_clock, "{passes}: {counted} of {took}");
         }
     }
+}
+
+#[test]
+fn wait_of_the_set_up_ends_at_its_virtual_limit() {
+    let cluster = Cluster::new(&spec(schemes::STATIC_MR, 1, 1)).expect("a cluster");
+    let nic = cluster.nic();
+    let cq = nic.create_cq(CqAttr { entries: 16, ignore_overrun: false }).expect("a CQ");
+    let begin = nic.now();
+    assert!(!cq.wait(Duration::from_secs(5)).expect("a wait"), "nothing completes");
+    assert_eq!(nic.now() - begin, Duration::from_secs(5), "the wait takes its virtual time");
+    let error = cq.wait(Duration::MAX).expect_err("nothing can ever complete");
+    assert!(error.to_string().contains("no event left"), "{error}");
 }

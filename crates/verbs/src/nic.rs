@@ -97,8 +97,7 @@ pub trait Nic: Clone + Send + Sync + 'static {
     /// Returns the monotonic time since an arbitrary moment. Users of a NIC take the time from the
     /// NIC, so that a simulator can make it virtual.
     fn now(&self) -> Duration {
-        let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-        Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+        monotonic()
     }
 
     /// Returns an earlier result of [`Nic::now`], which is up to [`COARSE_LAG`] old.
@@ -355,6 +354,11 @@ pub trait QueuePair: Clone + Send + Sync + 'static {
     fn post_recv(&self, wr: &ReceiveRequest<'_>) -> Result<(), Error>;
 }
 
+fn monotonic() -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+}
+
 /// A completion queue.
 pub trait CompletionQueue: Clone + Send + Sync + 'static {
     /// True if time is virtual: it passes only while threads wait.
@@ -373,6 +377,12 @@ pub trait CompletionQueue: Clone + Send + Sync + 'static {
     /// it yielded. For threads that poll in a loop.
     fn offer_cpu(&self) -> bool {
         false
+    }
+
+    /// Returns the time of the CQ's NIC, as [`Nic::now`]. Limits of waits for completions use it, so
+    /// that a simulator can make them virtual.
+    fn now(&self) -> Duration {
+        monotonic()
     }
 
     /// Takes up to `out.len()` completions and returns their number. Several threads may poll; each

@@ -431,6 +431,10 @@ impl<H: Hooks> CompletionQueue for InterposedCq<H> {
         self.inner.entries()
     }
 
+    fn now(&self) -> Duration {
+        self.hooks.now()
+    }
+
     fn poll(&self, out: &mut [Completion]) -> usize {
         let cqn = self.inner.cqn();
         self.hooks.before(Call::Poll(cqn));
