@@ -115,6 +115,10 @@ fn note(id: &str) -> Option<&'static str> {
             "The model's peak of Static-MR is below the paper's: one NIC unit executes the CASes \
              of all inserts."
         }
+        "rpcmw.scale.unlimited" => {
+            "The model's cores share neither a lock nor a unit of the NIC that binds windows, so \
+             that 24 of them answer 24 times the requests of one."
+        }
         "osmw.scale.p99.lower" => {
             "With 288 threads an allocation waits for the NIC's units, which our longer chain \
              holds longer."

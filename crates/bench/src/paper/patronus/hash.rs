@@ -226,8 +226,13 @@ fn claims(run: &Run<'_>, results: &mut Results, points: &[Point]) {
         ] {
             if let Some(value) = value {
                 let record = results.record(&run.setting(name), metric, Unit::Ratio);
-                let record = record.mean(value);
-                results.bounded(format!("{name}: throughput lost, {what}"), record, id);
+                let (what, record) =
+                    (format!("{name}: throughput lost, {what}"), record.mean(value));
+                match id {
+                    // The paper's least is no bound, which a larger loss would meet.
+                    "patronus.overhead.low" => results.claimed(what, record, id),
+                    _ => results.bounded(what, record, id),
+                }
             }
         }
     }

@@ -76,16 +76,17 @@ pub static PAPER: Paper = Paper {
 /// Explains why a claim is off by more than a tenth.
 fn note(id: &str) -> Option<&'static str> {
     Some(match id {
-        "patronus.bind" => {
-            "Posting, processing and polling have the times of any WQE, from RedN; a bind has \
-             node_cpu.window in addition."
-        }
         "patronus.extend.gain" => {
             "The 8 CASes of a lifecycle are bound by nic.atomic, 8.4 million atomics a second. The \
              paper's gain needs 9.7 million."
         }
-        "patronus.fault.recover" => {
-            "Nine changes of QPs by two nodes, of 100 us each, one after the other."
+        "patronus.permission.rate" => {
+            "node_cpu.request, fitted to patronus.reacquire.rate, lets a core answer at most 1.05 \
+             million requests a second, without time for a window operation."
+        }
+        "patronus.overhead.low" | "patronus.overhead.high" => {
+            "An acquisition is a third round trip of a read that has two, and the paper's reads \
+             take longer without protection. Its loads are not stated."
         }
         "patronus.hash.read.added" | "patronus.hash.read.added.us" => {
             "A read of ours has two round trips, of which the second waits for an acquisition. At \

@@ -42,7 +42,7 @@ fn run(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
         results.record(&run.setting(kind), metric, Unit::Us).value(statistic, us)
     };
     let bind = record(results, "mw", "bind_us", &times.bind);
-    results.claimed("bind a window", bind, "patronus.bind");
+    results.derived("bind a window", bind, "patronus.bind");
     let unbind = record(results, "mw", "unbind_us", &times.unbind);
     results.add("unbind a window", unbind);
     let allocate = record(results, "mw", "allocate_us", &times.allocate);

@@ -86,7 +86,7 @@ fn run(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
         let what = format!("{name}: interruption, without the detection");
         match *contender == WITH {
             true => results.bounded(what, record, "patronus.fault.with_spare"),
-            false => results.claimed(what, record, "patronus.fault.without_spare"),
+            false => results.derived(what, record, "patronus.fault.without_spare"),
         }
         let record = value(contender, "next_us", typical(&times.next), results);
         results.add(format!("{name}: until the next access has succeeded"), record);
@@ -99,7 +99,8 @@ fn run(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
     let recover = (interruption(without) - notify).max(0.0);
     let record = value(&WITHOUT, "recover_us", recover, results);
     let what = "without a spare QP: interruption less this request";
-    results.claimed(what, record, "patronus.fault.recover");
+    // In the simulation: changes of QPs, each of `node_cpu.modify_qp`.
+    results.derived(what, record, "patronus.fault.recover");
     Ok(())
 }
 
