@@ -121,7 +121,20 @@ impl Engine {
 
     /// Returns the next operation of `qpn`; `None` if it has none, or does not exist.
     pub fn peek(&mut self, qpn: Qpn) -> Option<Next> {
-        self.core.peek(&mut self.wqe, qpn)
+        self.core.peek(&mut self.wqe, qpn, None)
+    }
+
+    /// Like [`Engine::peek`], for the operation at index `at` of the send ring, or for the next one.
+    /// `None` if no operation may be executed there. The index is [`Next::after`] of an operation
+    /// that was not executed yet.
+    pub fn peek_at(&mut self, qpn: Qpn, at: Option<u16>) -> Option<Next> {
+        self.core.peek(&mut self.wqe, qpn, at)
+    }
+
+    /// Returns the index of the next operation of `qpn` in its send ring; `None` if `qpn` does not
+    /// exist.
+    pub fn position(&self, qpn: Qpn) -> Option<u16> {
+        self.core.position(qpn)
     }
 
     /// Executes like [`Engine::step`], for a QP that [`Engine::take_ready`] reported. Returns the

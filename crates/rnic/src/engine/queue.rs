@@ -119,8 +119,14 @@ impl SendQueue {
     /// Copies the WQE at the consumer index out of the ring, wrapping around the ring's end.
     #[inline(always)]
     pub fn fetch(&self, into: &mut Fetched) -> Control {
+        self.fetch_at(self.consumer, into)
+    }
+
+    /// Like [`SendQueue::fetch`], at another index.
+    #[inline(always)]
+    pub fn fetch_at(&self, index: u16, into: &mut Fetched) -> Control {
         let mask = self.blocks - 1;
-        let first = self.consumer as u32;
+        let first = index as u32;
         let at = |i: u32| ((first + i) & mask) as usize * WQEBB;
         if self.pending() > PREFETCH_AHEAD {
             self.ring.prefetch(at(PREFETCH_AHEAD) as u64, PrefetchFor::Read);

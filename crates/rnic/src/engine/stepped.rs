@@ -24,6 +24,10 @@ pub struct Next {
     pub signaled: bool,
     /// The peer QP.
     pub peer: Qpn,
+    /// Index of its first building block in the send ring.
+    pub at: u16,
+    /// Index of the building block behind it.
+    pub after: u16,
 }
 
 /// Kind of operation, with the number of bytes it moves.
@@ -102,27 +106,40 @@ impl Core {
         true
     }
 
-    /// See [`super::Engine::peek`].
-    pub fn peek(&self, wqe: &mut Fetched, qpn: Qpn) -> Option<Next> {
+    /// See [`super::Engine::position`].
+    pub fn position(&self, qpn: Qpn) -> Option<u16> {
+        let send = self.queues.qps.get(qpn.raw())?.send.as_ref();
+        Some(send.map_or(0, |s| s.consumer))
+    }
+
+    /// See [`super::Engine::peek_at`].
+    pub fn peek(&self, wqe: &mut Fetched, qpn: Qpn, at: Option<u16>) -> Option<Next> {
         let qp = self.queues.qps.get(qpn.raw())?;
         let peer = match qp.peer {
             Peer::Local(peer) | Peer::Remote(peer) => peer,
             Peer::None => Qpn::NONE,
         };
         let managed = qp.send.as_ref().is_some_and(|s| s.managed);
-        let next = |kind, signaled| Some(Next { kind, managed, signaled, peer });
+        let first = qp.send.as_ref().map_or(0, |s| s.consumer);
+        let at = at.unwrap_or(first);
+        let next = |kind, signaled, blocks: u32| {
+            let after = at.wrapping_add(blocks as u16);
+            Some(Next { kind, managed, signaled, peer, at, after })
+        };
         match qp.state {
             QpState::ReadyToSend => {}
-            QpState::Error => return next(NextKind::Flush, true),
+            QpState::Error if at == first => return next(NextKind::Flush, true, 0),
             _ => return None,
         }
-        let send = qp.send.as_ref().filter(|s| s.pending() > 0)?;
+        // An index before the next operation is far ahead.
+        let ahead = u32::from(at.wrapping_sub(first));
+        let send = qp.send.as_ref().filter(|s| ahead < s.pending())?;
         let (ctrl, done) = match &qp.partial {
-            Some(partial) if partial.active => {
+            Some(partial) if partial.active && ahead == 0 => {
                 wqe.clone_from(&partial.wqe);
                 (wqe.control(), partial.done)
             }
-            _ => (send.fetch(wqe), 0),
+            _ => (send.fetch_at(at, wqe), 0),
         };
         let slice = |bytes: u64| (bytes - done.min(bytes)).min(self.slice);
         let is_inline = |sges: &verbs::wqe::Sges<'_>| matches!(sges, verbs::wqe::Sges::Inline(_));
@@ -146,7 +163,7 @@ impl Core {
             }
             Ok(Wqe::SendEnable { .. } | Wqe::ReceiveEnable { .. }) => NextKind::Enable,
         };
-        next(kind, ctrl.signaled())
+        next(kind, ctrl.signaled(), ctrl.blocks())
     }
 
     /// See [`super::Engine::step_reported`].

@@ -1,6 +1,7 @@
 //! A caller that selects the QP of each step.
 
 use super::*;
+use crate::engine::NextKind;
 use verbs::QpState;
 use verbs::cqe::Syndrome;
 
@@ -54,4 +55,30 @@ fn waiting_qp_is_ready_once_its_condition_holds() {
     let cq = &mut a.send_cq.reader;
     assert_error(&cq.poll().unwrap(), Syndrome::RemoteAccess);
     assert_error(&cq.poll().unwrap(), Syndrome::Flushed);
+}
+
+#[test]
+fn caller_looks_at_operations_behind_the_next_one() {
+    let mut bed = Bed::new();
+    let (mut a, b) = bed.pair();
+    let (source, target) = (bed.mr(PF, a.pd, 64, ALL), bed.mr(PF, b.pd, 64, ALL));
+    for bytes in [8, 16, 24] {
+        bed.post(&mut a, |w| _ = w.rdma_write(target.remote(0), &[source.sge(0, bytes)]));
+    }
+    let write = |bytes| NextKind::Write { bytes, inline: false, imm: false };
+    let mut at = bed.e.position(a.qpn);
+    for bytes in [8, 16, 24] {
+        let next = bed.e.peek_at(a.qpn, at).expect("an operation");
+        assert_eq!((next.kind, Some(next.at)), (write(bytes), at));
+        at = Some(next.after);
+    }
+    assert_eq!(bed.e.peek_at(a.qpn, at), None, "no operation is posted there");
+    assert!(bed.e.step(a.qpn, 0));
+    let next = bed.e.peek(a.qpn).expect("the second operation");
+    assert_eq!((next.kind, Some(next.at)), (write(16), bed.e.position(a.qpn)));
+    assert_eq!(bed.e.peek_at(a.qpn, Some(next.at.wrapping_sub(1))), None, "it was executed");
+    // In Error the WQEs are flushed one by one, so only the next operation is known.
+    bed.e.modify_qp(PF, a.qpn, verbs::QpChange::Error).unwrap();
+    assert_eq!(bed.e.peek(a.qpn).expect("a flush").kind, NextKind::Flush);
+    assert_eq!(bed.e.peek_at(a.qpn, Some(next.after)), None);
 }
