@@ -28,6 +28,7 @@ pub mod params;
 mod qp;
 mod qp_schedule;
 mod random;
+mod replies;
 mod resource;
 mod state;
 mod time;

@@ -52,32 +52,22 @@ impl Pipe {
         Time((bytes as f64 * self.ps_per_byte).round() as u64)
     }
 
-    /// Transfers `bytes` that start to enter at `at` or later; returns when the last byte has
-    /// entered.
-    pub fn enter(&mut self, at: Time, bytes: u64) -> Time {
-        let end = at.max(self.free) + self.length(bytes);
+    /// Transfers `bytes`, of which the first is there at `from` and the last at `last`; returns when
+    /// the first byte enters and when the last byte has passed.
+    ///
+    /// Transfers pass in the order of the calls, so a caller waits for the event at `from`.
+    pub fn pass(&mut self, from: Time, last: Time, bytes: u64) -> (Time, Time) {
+        let begin = from.max(self.free);
+        let end = last.max(begin + self.length(bytes));
         self.free = end;
         self.bytes += bytes;
-        end
+        (begin, end)
     }
 
     /// Transfers `bytes` that come out of another pipe, the last byte at `at`; returns when the
     /// last byte has passed this pipe too. The bytes are not buffered in between.
     pub fn follow(&mut self, other: &Pipe, at: Time, bytes: u64) -> Time {
-        self.pass(other.length(bytes), at, bytes)
-    }
-
-    /// Like [`Pipe::follow`], behind a pipe of the same rate.
-    pub fn leave(&mut self, at: Time, bytes: u64) -> Time {
-        self.pass(self.length(bytes), at, bytes)
-    }
-
-    fn pass(&mut self, came_in: Time, at: Time, bytes: u64) -> Time {
-        let begin = at.since(came_in).max(self.free);
-        let end = at.max(begin + self.length(bytes));
-        self.free = end;
-        self.bytes += bytes;
-        end
+        self.pass(at.since(other.length(bytes)), at, bytes).1
     }
 
     /// Returns the number of bytes that passed.
@@ -104,11 +94,15 @@ mod tests {
     #[test]
     fn pipe_serializes_transfers() {
         let mut pipe = Pipe::new(10.0);
-        assert_eq!(pipe.enter(Time(0), 10), Time(1_000));
-        assert_eq!(pipe.enter(Time(500), 10), Time(2_000), "the first transfer occupies the pipe");
+        let mut enter = |at| pipe.pass(at, at, 10);
+        assert_eq!(enter(Time(0)), (Time(0), Time(1_000)));
+        assert_eq!(enter(Time(500)), (Time(1_000), Time(2_000)), "the first occupies the pipe");
+        let slow_source = pipe.pass(Time(3_000), Time(9_000), 10);
+        assert_eq!(slow_source, (Time(3_000), Time(9_000)), "the bytes come slowly");
         let mut far = Pipe::new(10.0);
-        assert_eq!(far.leave(Time(1_500), 10), Time(1_500), "the pipe is idle");
-        assert_eq!(far.leave(Time(1_600), 10), Time(2_500), "two transfers arrive together");
+        let long = far.pass(Time(1_000), Time(9_000), 80);
+        let short = far.pass(Time(5_000), Time(5_500), 5);
+        assert_eq!((long.1, short), (Time(9_000), (Time(9_000), Time(9_500))), "no time is lost");
         let (fast, mut slow) = (Pipe::new(100.0), Pipe::new(10.0));
         assert_eq!(slow.follow(&fast, Time(100), 10), Time(1_000), "the slower pipe decides");
         assert_eq!(slow.bytes(), 10);

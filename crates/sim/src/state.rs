@@ -14,6 +14,7 @@ use crate::net::Net;
 use crate::params::Params;
 use crate::qp::{Observed, QpState};
 use crate::random::Random;
+use crate::replies::{Replies, ReplyId};
 use crate::time::Time;
 use crate::timing::NicTiming;
 
@@ -24,8 +25,18 @@ pub(crate) enum Event {
     Run(FiberId),
     /// A fiber's deadline is reached.
     Timer(FiberId),
-    /// The next work of a QP takes effect.
-    Step(Qpn),
+    /// A processing unit takes up the next WQE of a QP, in this era of the QP.
+    Issue(Qpn, u32),
+    /// The first byte of a payload that a QP sends could come from memory.
+    Fetch(Qpn, u32),
+    /// The first byte of a request of a QP is at the link.
+    Enter(Qpn, u32),
+    /// The first byte of a request of a QP is at the responder's link.
+    Land(Qpn, u32),
+    /// The first flight of a QP takes effect.
+    Step(Qpn, u32),
+    /// An answer goes on.
+    Reply(ReplyId),
     /// Completions of a CQ become visible to the waiting fibers.
     Visible(Cqn),
 }
@@ -68,14 +79,42 @@ pub struct Counters {
 /// Counted completions of a CQ, and the times at which they become visible.
 #[derive(Default)]
 pub(crate) struct CqState {
-    /// For each completion: the count after it, the time at which the NIC knows it, the time at
-    /// which the CPU can see it.
-    log: VecDeque<(u32, Time, Time)>,
+    log: VecDeque<Counted>,
+    /// Number of entries that have left the log.
+    gone: u64,
+    /// Number of entries at the front of the log whose times are final.
+    settled: usize,
     /// Count of the visible completions.
     visible: u32,
     pub wakers: Vec<Waker>,
+    /// QPs, with their eras, whose WAIT is for a completion whose times are not final.
+    pub waits: Vec<(Qpn, u32)>,
     /// Time of the pending `Visible` event.
     pub visible_at: Option<Time>,
+}
+
+/// Counted completions of one step of a QP.
+struct Counted {
+    /// The CQ's count after them.
+    count: u32,
+    /// When the NIC knows them, and when the CPU can see them; `NEVER` while the answer is under
+    /// way.
+    known: Time,
+    visible: Time,
+}
+
+/// An entry of a CQ's log whose times are set later.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pending {
+    cqn: Cqn,
+    number: u64,
+}
+
+impl Pending {
+    /// Returns the CQ.
+    pub fn cqn(self) -> Cqn {
+        self.cqn
+    }
 }
 
 /// A stall that begins before or after a coming verb of a fiber.
@@ -127,6 +166,7 @@ pub(crate) struct State {
     /// Failures of the memory nodes' window operations, if there are any.
     pub window_faults: Option<WindowFaults>,
     pub counters: Counters,
+    pub replies: Replies,
     pub ready: Vec<Qpn>,
     pub completed: Vec<(Cqn, u32)>,
     pub trace: Option<String>,
@@ -174,6 +214,7 @@ impl State {
             window_faults: None,
             params: params.clone(),
             counters: Counters::default(),
+            replies: Replies::default(),
             ready: Vec::new(),
             completed: Vec::new(),
             trace: None,
@@ -307,7 +348,9 @@ impl State {
 
     /// Resets the state of a CQ that was created; its number may be reused.
     pub fn made_cq(&mut self, cqn: Cqn) {
-        *self.cq(cqn) = CqState::default();
+        let cq = self.cq(cqn);
+        let (gone, waits) = (cq.gone + cq.log.len() as u64, std::mem::take(&mut cq.waits));
+        *cq = CqState { gone, waits, ..CqState::default() };
     }
 
     /// Returns the count of a CQ's completions that are visible now.
@@ -336,7 +379,7 @@ impl State {
         }
         let at = match is_visible {
             true => Some(now),
-            false => cq.log.front().map(|(_, _, visible)| *visible),
+            false => cq.first_visible(),
         };
         if let Some(at) = at {
             self.schedule_visible(cqn, at);
@@ -351,36 +394,78 @@ impl State {
         }
     }
 
-    /// Records that a CQ has counted up to `count`: the NIC knows at `known`, the CPU at `seen`.
-    pub fn count(&mut self, cqn: Cqn, count: u32, known: Time, visible: Time) {
+    /// Records that a CQ has counted up to `count`: the NIC knows at `known`, and the CPU sees it
+    /// when the completion has been written.
+    pub fn count(&mut self, cqn: Cqn, count: u32, known: Time) {
+        let pending = self.count_pending(cqn, count);
+        self.settle(pending, known);
+    }
+
+    /// Like [`State::count`], but the answer is still under way: [`State::settle`] sets the times.
+    pub fn count_pending(&mut self, cqn: Cqn, count: u32) -> Pending {
         let now = self.now;
         let cq = self.cq(cqn);
         cq.advance(now);
-        // Completions become visible in order.
-        let (known, visible) = match cq.log.back() {
-            Some((_, k, s)) => (known.max(*k), visible.max(*s)),
-            None => (known, visible),
-        };
-        cq.log.push_back((count, known, visible));
-        self.schedule_visible(cqn, visible);
+        cq.log.push_back(Counted { count, known: Time::NEVER, visible: Time::NEVER });
+        Pending { cqn, number: cq.gone + cq.log.len() as u64 - 1 }
     }
 
-    /// Returns when the NIC knows that completion number `index` has been counted.
-    pub fn known(&mut self, cqn: Cqn, index: u32) -> Time {
+    /// Sets the time at which the NIC knows of completions.
+    pub fn settle(&mut self, Pending { cqn, number }: Pending, known: Time) {
+        let (now, write) = (self.now, self.params.pcie.write);
         let cq = self.cq(cqn);
-        let entry = cq.log.iter().find(|(count, ..)| reaches(count.wrapping_sub(1), index));
-        entry.map_or(Time::ZERO, |(_, known, _)| *known)
+        let at = number.checked_sub(cq.gone).map(|at| at as usize);
+        // The CQ may have been destroyed.
+        let Some(entry) = at.and_then(|at| cq.log.get_mut(at)) else { return };
+        (entry.known, entry.visible) = (known, known + write);
+        // Completions become visible in order.
+        let mut earlier = match cq.settled.checked_sub(1).and_then(|at| cq.log.get(at)) {
+            Some(last) => (last.known, last.visible),
+            None => (Time::ZERO, Time::ZERO),
+        };
+        for entry in cq.log.iter_mut().skip(cq.settled) {
+            if entry.visible == Time::NEVER {
+                break;
+            }
+            (entry.known, entry.visible) =
+                (entry.known.max(earlier.0), entry.visible.max(earlier.1));
+            earlier = (entry.known, entry.visible);
+            cq.settled += 1;
+        }
+        cq.advance(now);
+        if let Some(at) = cq.first_visible() {
+            self.schedule_visible(cqn, at);
+        }
+    }
+
+    /// Returns when the NIC knows that completion number `index` has been counted; `None` if the
+    /// answer is still under way.
+    pub fn known(&mut self, cqn: Cqn, index: u32) -> Option<Time> {
+        let cq = self.cq(cqn);
+        let reached = |c: &Counted| reaches(c.count.wrapping_sub(1), index);
+        match cq.log.iter().position(reached) {
+            None => Some(Time::ZERO),
+            Some(at) if at < cq.settled => Some(cq.log[at].known),
+            Some(_) => None,
+        }
     }
 }
 
 impl CqState {
     /// Removes the completions that are visible at `now` from the log.
     pub fn advance(&mut self, now: Time) {
-        while let Some((count, _, visible)) = self.log.front()
-            && *visible <= now
+        while let Some(first) = self.log.front()
+            && first.visible <= now
+            && self.settled > 0
         {
-            self.visible = *count;
+            self.visible = first.count;
             self.log.pop_front();
+            (self.gone, self.settled) = (self.gone + 1, self.settled - 1);
         }
+    }
+
+    /// Returns when the first completion of the log becomes visible, if that is known.
+    fn first_visible(&self) -> Option<Time> {
+        self.log.front().filter(|_| self.settled > 0).map(|first| first.visible)
     }
 }

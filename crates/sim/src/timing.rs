@@ -8,6 +8,10 @@
 //!  completion <─ PCIe <─
 //! ```
 //!
+//! Each resource serves requests in the order of the calls. So the calls are made by events, at the
+//! moment at which the request is there: `qp_schedule.rs` has those of requests, `replies.rs` those
+//! of answers.
+//!
 //! A work request of a managed queue also occupies its unit during the fetch over PCIe (RedN §5.1).
 //! A work request on the NIC's own memory, such as a WQE of a chain, needs no link.
 //!
@@ -44,15 +48,6 @@ pub(crate) struct NicTiming {
     pub chain_qps: u32,
 }
 
-/// Completion times of a request that has arrived.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Service {
-    /// When the receiving side counts a completion, if it does.
-    pub received: Time,
-    /// When the requester's NIC counts a completion.
-    pub completed: Time,
-}
-
 impl NicTiming {
     pub fn new(p: &Params) -> Self {
         Self {
@@ -74,23 +69,34 @@ impl NicTiming {
         (self.units.busy(), self.out.bytes())
     }
 
-    /// Issues a WQE to a unit at `from`; returns when the unit has processed it.
-    pub fn issue(&mut self, p: &Params, next: &Next, from: Time) -> Time {
+    /// Issues a WQE to a unit at `now`; returns when the unit has processed it.
+    pub fn issue(&mut self, p: &Params, next: &Next, now: Time) -> Time {
         let mut length = if next.managed { p.nic.managed_wqe } else { p.nic.wqe };
         if next.kind == NextKind::Window {
             length += p.nic.window;
         }
-        self.units.serve(from, length)
+        self.units.serve(now, length)
     }
 
-    /// Sends a request, issued at `issued`, to another node; returns when its last byte leaves.
-    pub fn depart(&mut self, p: &Params, next: &Next, issued: Time) -> Time {
-        let (bytes, inline) = payload(&next.kind);
-        if bytes == 0 || inline {
-            return self.out.enter(issued, HEADER + bytes);
-        }
-        let there = self.reads.enter(issued + p.pcie.read, bytes);
-        self.out.follow(&self.reads, there, HEADER + bytes)
+    /// Transfers `bytes` from memory, of which the first could come at `now`; returns when the
+    /// first and the last one come.
+    pub fn fetch(&mut self, now: Time, bytes: u64) -> (Time, Time) {
+        self.reads.pass(now, now, bytes)
+    }
+
+    /// Sends a packet with a payload of `bytes`, the first byte at `now`, when the last byte of the
+    /// payload comes at `last`; returns when the first and the last byte leave.
+    pub fn send(&mut self, now: Time, last: Time, bytes: u64) -> (Time, Time) {
+        self.out.pass(now, last, HEADER + bytes)
+    }
+
+    /// Takes a packet with a payload of `bytes` from the switch, of which the first byte is there
+    /// at `now` and the last one at `last`; returns when the last byte has arrived.
+    ///
+    /// A link that were entered at the last byte would stand idle while a long packet comes in, as
+    /// soon as a short one of another node ends before it.
+    pub fn land(&mut self, now: Time, last: Time, bytes: u64) -> Time {
+        self.into.pass(now, last, HEADER + bytes).1
     }
 
     fn context(&mut self, p: &Params, qpn: Qpn) -> Time {
@@ -102,70 +108,63 @@ impl NicTiming {
         }
     }
 
-    /// Executes an atomic on the word at `addr`, from `at` on; returns when the unit has processed
-    /// it.
+    /// Executes an atomic on the word at `addr` that arrives at the unit at `now`; returns when the
+    /// unit has processed it.
     ///
     /// The word stays locked for longer. A later atomic on it waits without occupying the unit.
-    fn atomic(&mut self, p: &Params, addr: u64, at: Time) -> Time {
-        let taken_up = self.atomics.serve(at, p.nic.atomic);
+    pub fn atomic(&mut self, p: &Params, addr: u64, now: Time) -> Time {
+        let taken_up = self.atomics.serve(now, p.nic.atomic);
         let lock = &mut self.locks[(addr % LOCKED / 8) as usize];
         let begin = taken_up.max(*lock);
         *lock = begin + p.nic.atomic_same;
         begin
     }
 
-    /// Serves a request from another node that has arrived at `now` for `peer`; an atomic works on
-    /// the word at `addr`. Returns when the request is executed, and when the answer leaves.
-    pub fn respond(&mut self, p: &Params, next: &Next, addr: u64, now: Time) -> (Time, Time) {
-        let (bytes, _) = payload(&next.kind);
-        let whole = self.into.leave(now, HEADER + bytes);
-        let mut at = self.receivers.serve(whole, p.nic.receive);
-        at += self.context(p, next.peer);
-        at += Time(p.nic.chain_slowdown.0 * self.chain_qps as u64);
-        match next.kind {
-            NextKind::Read { bytes } => {
-                let there = self.reads.enter(at + p.pcie.read, bytes);
-                (there, self.out.follow(&self.reads, there, HEADER + bytes))
-            }
-            NextKind::Atomic => {
-                let done = self.atomic(p, addr, at) + p.pcie.read;
-                (done, self.out.enter(done, HEADER))
-            }
-            _ => (self.writes.follow(&self.into, at, bytes), at),
-        }
+    /// Receives a request of another node that has arrived at `now`; returns when the request is
+    /// executed or, if it needs data or the atomics unit, turns to that.
+    pub fn receive(&mut self, p: &Params, next: &Next, now: Time) -> Time {
+        let at = self.receivers.serve(now, p.nic.receive);
+        at + self.context(p, next.peer) + Time(p.nic.chain_slowdown.0 * self.chain_qps as u64)
     }
 
-    /// Receives an answer at `at`; returns when the requester counts the completion.
-    pub fn answered(&mut self, next: &Next, at: Time) -> Time {
-        match next.kind {
+    /// Writes the payload of a received request to memory from `at` on; returns the end.
+    pub fn store(&mut self, next: &Next, at: Time) -> Time {
+        let (bytes, _) = payload(&next.kind);
+        self.writes.follow(&self.into, at, bytes)
+    }
+
+    /// Receives an answer, of which the first byte is there at `now` and the last one at `last`;
+    /// returns when the requester counts the completion.
+    pub fn answered(&mut self, kind: &NextKind, now: Time, last: Time) -> Time {
+        match *kind {
             NextKind::Read { bytes } => {
-                let whole = self.into.leave(at, HEADER + bytes);
+                let whole = self.land(now, last, bytes);
                 self.writes.follow(&self.into, whole, bytes)
             }
-            _ => at,
+            _ => last,
         }
     }
 
-    /// Executes a request to a QP of the same NIC at `now`. If the queue is a managed one, its unit
-    /// has already waited for the memory.
-    pub fn loopback(&mut self, p: &Params, next: &Next, now: Time) -> Service {
-        let mut done = match next.kind {
+    /// Executes a request to a QP of the same NIC at `now`; returns the end. If the queue is a
+    /// managed one, its unit has already waited for the memory.
+    pub fn loopback(&mut self, p: &Params, next: &Next, now: Time) -> Time {
+        let done = match next.kind {
             NextKind::Atomic => self.atomics.serve(now, p.nic.atomic),
-            NextKind::Read { bytes } => self.reads.enter(now, bytes),
+            NextKind::Read { bytes } => self.reads.pass(now, now, bytes).1,
             NextKind::Write { bytes, .. } | NextKind::Send { bytes, .. } => {
-                self.writes.enter(now, bytes)
+                self.writes.pass(now, now, bytes).1
             }
             _ => now,
         };
-        if !next.managed && matches!(next.kind, NextKind::Atomic | NextKind::Read { .. }) {
-            done += p.pcie.read;
+        match next.kind {
+            NextKind::Atomic | NextKind::Read { .. } if !next.managed => done + p.pcie.read,
+            _ => done,
         }
-        Service { received: done, completed: done }
     }
 }
 
 /// Returns the bytes that a request carries to its peer, and whether the WQE holds them.
-fn payload(kind: &NextKind) -> (u64, bool) {
+pub(crate) fn payload(kind: &NextKind) -> (u64, bool) {
     match *kind {
         NextKind::Send { bytes, inline } | NextKind::Write { bytes, inline, .. } => (bytes, inline),
         NextKind::Atomic => (16, true),
@@ -178,35 +177,38 @@ mod tests {
     use super::*;
 
     fn next(kind: NextKind) -> Next {
-        Next { kind, managed: false, signaled: true, peer: Qpn::new(9) }
+        let peer = Qpn::new(9);
+        Next { kind, managed: false, signaled: true, peer, at: 0, after: 1 }
     }
 
-    /// Returns the time of one request on idle NICs, from the unit to the completion.
-    fn alone(kind: NextKind, chain_qps: u32) -> Time {
+    /// Returns the time of a READ on idle NICs, from the unit to the completion.
+    fn read_alone(bytes: u64, chain_qps: u32) -> Time {
         let p = Params::connectx5();
         let (mut mine, mut theirs) = (NicTiming::new(&p), NicTiming::new(&p));
         theirs.chain_qps = chain_qps;
-        let next = next(kind);
+        let next = next(NextKind::Read { bytes });
         theirs.context(&p, next.peer);
         let issued = mine.issue(&p, &next, Time::ZERO);
-        let there = mine.depart(&p, &next, issued) + p.link.latency;
-        let (_, answer) = theirs.respond(&p, &next, 0, there);
-        mine.answered(&next, answer + p.link.latency)
+        let (first, last) = mine.send(issued, issued, 0);
+        let (first, last) = (first + p.link.latency, last + p.link.latency);
+        let whole = theirs.land(first, last, 0);
+        let at = theirs.receive(&p, &next, whole);
+        let (first, last) = theirs.fetch(at + p.pcie.read, bytes);
+        let (first, last) = theirs.send(first, last, bytes);
+        let (first, last) = (first + p.link.latency, last + p.link.latency);
+        mine.answered(&next.kind, first, last)
     }
 
     #[test]
     fn read_latency_grows_by_the_bottleneck_transfer_time() {
-        let small = alone(NextKind::Read { bytes: 64 }, 0);
-        let page = alone(NextKind::Read { bytes: 4096 }, 0);
-        let more = page.since(small).as_ns();
+        let more = read_alone(4096, 0).since(read_alone(64, 0)).as_ns();
         let link = ((4096.0_f64 - 64.0) / 12.2).floor();
         assert!((more as f64) >= link && (more as f64) < 2.2 * link, "{more} ns more");
     }
 
     #[test]
     fn queues_with_chains_slow_plain_accesses() {
-        let kind = NextKind::Read { bytes: 4096 };
-        let (without, with) = (alone(kind, 0), alone(kind, 96));
+        let (without, with) = (read_alone(4096, 0), read_alone(4096, 96));
         assert!(with > without);
         assert_eq!(with.since(without), Time(Params::connectx5().nic.chain_slowdown.0 * 96));
     }

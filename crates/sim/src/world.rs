@@ -356,7 +356,12 @@ impl Shared {
     fn execute(&self, event: Event) {
         let mut state = self.state.lock();
         match event {
-            Event::Step(qpn) => state.step(&self.nic, qpn),
+            Event::Issue(qpn, era) => state.issue(&self.nic, qpn, era),
+            Event::Fetch(qpn, era) => state.fetch(qpn, era),
+            Event::Enter(qpn, era) => state.enter(qpn, era),
+            Event::Land(qpn, era) => state.land(qpn, era),
+            Event::Step(qpn, era) => state.step(&self.nic, qpn, era),
+            Event::Reply(id) => state.reply(&self.nic, id),
             Event::Timer(id) => state.timer(id),
             Event::Visible(cqn) => {
                 let now = state.now;

@@ -30,7 +30,10 @@ fn check_seeds(case: Case) -> EventCounts {
     assert!(
         counts.grants[0] > seeds() && counts.frees[0] > seeds() && counts.accesses > 5 * seeds()
     );
-    assert!(counts.empty > 0 && counts.deaths > 0 && counts.errors[0] > 0);
+    assert!(counts.empty > 0 && counts.deaths > 0);
+    // Without separation, requests fail in one of 500 seeds.
+    let fails = case.to_string() != "onesidedmw-without-separation";
+    assert!(!fails || counts.errors[0] > 0);
     counts
 }
 

@@ -101,7 +101,9 @@ fn clients_allocate_read_and_free_in_virtual_time() {
         let (one, _) = loop_of(scheme, 1, 1, 50, false);
         let (many, _) = loop_of(scheme, 24, 1, 50, false);
         println!("{scheme}: 1 client {one:.3?} us, 24 clients {many:.3?} us");
-        assert!(one.iter().zip(&many).all(|(a, b)| a <= b), "more clients must not be faster");
+        // An allocation alone may be faster beside frees that are slower.
+        let all = |times: &[f64; 3]| times.iter().sum::<f64>();
+        assert!(all(&one) <= all(&many), "more clients must not be faster");
         // A scheme with access by pages assigns a page number without a request.
         let asks = scheme.access != AccessKind::Pages;
         assert!((!asks || one[0] > 2.0) && many[0] < 1000.0, "{one:?} {many:?}");

@@ -80,6 +80,12 @@ impl Environment for Seeded {
     }
 }
 
+/// Returns a time within a tenth of `ns`, evenly distributed. Threads with the same time would run in
+/// lockstep, and meet at the same resource.
+fn varied(random: &mut Random, ns: u64) -> u64 {
+    ns - ns / 10 + random.below(ns / 5 + 1)
+}
+
 /// Runs the loop on one thread.
 ///
 /// # Errors
@@ -92,7 +98,10 @@ pub fn run<T: Thread>(
 ) -> Result<Outcome, Error> {
     let memory = PoolMemory::<T::Nic>::new(thread.pool().clone(), 0, heap::Settings::NO_RESERVE)?;
     let settings = Settings { form: Form::Published, mirror: false, ..Settings::default() };
-    let environment = Seeded(AtomicU64::new(random.bits()));
+    let seed = random.bits();
+    let environment = Seeded(AtomicU64::new(seed));
+    // A sequence of its own, so that the keys do not depend on the number of times.
+    let mut times = Random::stream(seed, 1);
     let store = thread.wait(Store::create(memory.clone(), memory, environment, settings))?;
     let value_bytes = (work.block_bytes as usize).saturating_sub(block::HEADER_BYTES + KEY_BYTES);
     let value = vec![0x5a; value_bytes];
@@ -115,6 +124,9 @@ pub fn run<T: Thread>(
         0 => Ok::<_, Error>(thread.pool().node_status()?.control_cpu_ns),
         _ => Ok(0),
     };
+    // The other threads' connections and stores are complete behind the barrier: their regions are
+    // no work of the measurement.
+    thread.wait(thread.barrier().wait());
     let cpu_before = node_cpu_ns()?;
     thread.wait(thread.barrier().wait());
     // A random delay, so that the threads do not run in lockstep.
@@ -125,13 +137,13 @@ pub fn run<T: Thread>(
         let start = thread.now_ns();
         match request.kind {
             Kind::Read => {
-                thread.pause_ns(work.cpu.read_ns);
+                thread.pause_ns(varied(&mut times, work.cpu.read_ns));
                 let found = thread.wait(store.get(0, &key_bytes(request.key)))?;
                 assert!(found.is_some(), "a key that was inserted is there");
                 outcome.read.record_ns(thread.now_ns() - start);
             }
             _ => {
-                thread.pause_ns(work.cpu.insert_ns);
+                thread.pause_ns(varied(&mut times, work.cpu.insert_ns));
                 set(request.key)?;
                 inserted += 1;
                 outcome.insert.record_ns(thread.now_ns() - start);
