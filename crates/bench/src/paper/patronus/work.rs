@@ -79,8 +79,11 @@ pub struct Lifecycle {
 const OBJECTS: u32 = 256;
 /// Requests of a thread in flight before the warm-up.
 const IN_FLIGHT: usize = 4;
-/// Permissions that a thread holds at once before the warm-up.
-const HELD: usize = 64;
+/// Permissions that a thread with one client holds at once before the warm-up.
+const HELD: u32 = 64;
+/// Further ones for each client of a thread: their leases are longer in proportion, so that as many
+/// permissions more are open at once.
+const HELD_EACH: u32 = 8;
 /// Lease of these permissions.
 const HELD_LEASE: Duration = Duration::from_secs(1);
 /// Lease of the first permission of each object: as short as possible.
@@ -168,7 +171,8 @@ fn hold_many<T: Thread>(subject: &Subject<'_, T>) -> Result<(), Error> {
     let (thread, pool) = (subject.thread, subject.thread.pool());
     let terms = LeaseTerms::shared_write(HELD_LEASE);
     let acquire = |object| pool.acquire_in(thread.group(), object, &terms);
-    let held = thread.wait(join(subject.objects[..HELD].iter().map(acquire), IN_FLIGHT));
+    let count = (HELD + HELD_EACH * (subject.work.clients - 1)).min(OBJECTS) as usize;
+    let held = thread.wait(join(subject.objects[..count].iter().map(acquire), IN_FLIGHT));
     let held = held.into_iter().collect::<Result<Vec<_>, _>>()?;
     let ended = thread.wait(join(held.iter().map(|held| pool.revoke(held)), IN_FLIGHT));
     Ok(ended.into_iter().collect::<Result<_, _>>()?)
