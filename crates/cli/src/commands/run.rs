@@ -380,8 +380,8 @@ fn without_room(summary: &Summary, local: Size) -> Option<String> {
     is_much_unpaged(bytes, local.bytes()).then(|| {
         format!(
             "{count} mapping(s) of {} in total are not paged: there was no room for more mappings \
-             at addresses of the program's choice. See docs/user/running-programs.md, \"Memory that \
-             is not paged\"",
+             at addresses of the program's choice. See docs/user/running-programs.md, \"Memory \
+             that is not paged\"",
             Size(bytes).rounded()
         )
     })
