@@ -369,17 +369,19 @@ const FILL: &str = "SET a 1\nSET b 70000\nSET c -5\nSET d 123456789012\nSET e \"
     \"v\\x00\"\nSET f x EXAT 32503680000\nSETRANGE g 5000 x\nSETRANGE h 300000 y\nSELECT 9\nSET a \
     in9\nSELECT 0";
 
+/// A number of INFO.
+fn field(pair: &mut Pair, name: &str) -> u64 {
+    let info = String::from_utf8(pair.ask_one(1, "INFO")).unwrap();
+    let line = info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    line.unwrap().trim().parse().unwrap()
+}
+
 /// A full pool has chunks of the old length only: blocks move together for values of a new length.
 #[test]
 fn values_of_new_lengths_evict_few_keys_of_a_full_pool() {
     let mut pair = Pair::of_ours(Ours::start_over(8 << 20, None));
     pair.connect("2");
     pair.ask_one(1, "CONFIG SET maxmemory-policy allkeys-random");
-    let field = |pair: &mut Pair, name: &str| {
-        let info = String::from_utf8(pair.ask_one(1, "INFO")).unwrap();
-        let line = info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-        line.unwrap().trim().parse::<u64>().unwrap()
-    };
     for round in 0..6 {
         let value = "x".repeat(100 + 700 * round);
         for key in 0..(12 << 20) / value.len() {
@@ -393,6 +395,36 @@ fn values_of_new_lengths_evict_few_keys_of_a_full_pool() {
         assert!(used > 65, "{used} % of the chunks are used after values of {} B", value.len());
     }
     assert!(field(&mut pair, "evicted_keys") > 1000);
+}
+
+/// A value of another length in a full pool costs whole chunks: as many as the value needs.
+#[test]
+fn value_evicts_as_much_as_it_needs() {
+    for policy in ["allkeys-lru", "allkeys-random", "volatile-ttl"] {
+        let mut pair = Pair::of_ours(Ours::start_over(16 << 20, None));
+        pair.connect("2");
+        pair.ask_one(1, &format!("CONFIG SET maxmemory-policy {policy}"));
+        let value = "x".repeat(1000);
+        for key in 0..16_000 {
+            pair.ask_one(1, &format!("SET key:{key} {value} EX 1000"));
+        }
+        let (mut keys, mut moved) = (Vec::new(), Vec::new());
+        for bytes in [10, 50_000, 200_000, 200_000, 1_000_000] {
+            let before = field(&mut pair, "evicted_keys");
+            let moves = field(&mut pair, "store_blocks_moved");
+            let long = "y".repeat(bytes);
+            let reply = pair.ask_one(1, &format!("SET long:{bytes} {long} EX 1000"));
+            assert_eq!(reply, b"+OK\r\n", "{policy}: {bytes}");
+            keys.push((bytes, field(&mut pair, "evicted_keys") - before));
+            moved.push(field(&mut pair, "store_blocks_moved") - moves);
+        }
+        // 56 keys have a chunk. A short value first looks for a place among single keys.
+        for (bytes, keys) in &keys {
+            let chunks = (bytes >> 16) as u64 + 2;
+            assert!(*keys <= 7 + 56 * 2 * chunks, "{policy}: {bytes} bytes evicted {keys} keys");
+        }
+        assert_eq!(moved, [0; 5], "{policy}: {keys:?}");
+    }
 }
 
 fn dump(pair: &mut Pair, which: usize) -> Vec<Vec<u8>> {

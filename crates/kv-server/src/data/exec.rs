@@ -173,7 +173,8 @@ pub(super) async fn execute_queue<N: Nic>(cx: &mut Context<'_, Data<N>>, queue: 
         .collect();
     let protocol = cx.session.protocol;
     let keeps_expired = data.keeps_expired(cx.worker);
-    let mut attempts = Attempts::default();
+    let args = queue.commands.iter().flat_map(|queued| Args::of_queued(queued).from(0));
+    let mut attempts = Attempts::new(args.map(|arg| arg.len() as u64).sum());
     let is_kept = loop {
         let watches = &*cx.watches;
         let result = data.store.atomically(&wanted, |transaction| {

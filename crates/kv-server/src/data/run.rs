@@ -107,7 +107,8 @@ async fn execute_inside<N: Nic>(cx: &mut Context<'_, Data<N>>) {
 async fn run<N: Nic>(cx: &mut Context<'_, Data<N>>, call: &Call<'_>, plan: Plan) {
     let begin = cx.out.len();
     let mut effects = Effects::new(cx.server().config.live.notify() != 0);
-    let mut attempts = Attempts::default();
+    let bytes = call.args.from(0).map(|arg| arg.len() as u64).sum();
+    let mut attempts = Attempts::new(bytes);
     loop {
         let result = match only_key(call) {
             Some(index) => run_one(cx, call, plan, index, &mut effects).await,

@@ -28,6 +28,8 @@ const SWEEPS: usize = 64;
 const EVICTIONS: u64 = 16;
 /// Attempts of a command to find room in a full pool.
 const ATTEMPTS: u32 = 64;
+/// Attempts of a command that evict single keys, for the room of a value of the same length.
+const SINGLE: u32 = 3;
 /// Attempts of a command to find room, if no key may be evicted.
 const ATTEMPTS_WITHOUT_EVICTION: u32 = 16;
 /// Interval of the compaction, if there is nothing to move.
@@ -55,8 +57,21 @@ fn policy(server: &Server) -> Option<(Candidates, Eviction)> {
 }
 
 /// The attempts of a command to find room in a full pool.
-#[derive(Debug, Default)]
-pub(super) struct Attempts(u32);
+#[derive(Debug)]
+pub(super) struct Attempts {
+    number: u32,
+    /// Bytes of the command.
+    bytes: u64,
+    /// Slabs that the next eviction empties.
+    slabs: u64,
+}
+
+impl Attempts {
+    /// The attempts of a command of `bytes` bytes.
+    pub fn new(bytes: u64) -> Self {
+        Self { number: 0, bytes, slabs: 0 }
+    }
+}
 
 /// The bytes of chunks that no block uses.
 fn unused(usage: &kv::blocks::Usage) -> u64 {
@@ -116,30 +131,30 @@ impl<N: Nic> Data<N> {
         is_evicted
     }
 
-    /// Makes room in a full pool: moves blocks together, gives free blocks back, or evicts keys,
-    /// with each attempt of a command twice as many. Returns whether another attempt to allocate
-    /// may succeed: the attempts of a command have an end. Other tasks run in between.
+    /// Makes room in a full pool: moves blocks together, gives free blocks back, or evicts keys.
+    /// Returns whether another attempt to allocate may succeed: the attempts of a command have an
+    /// end. Other tasks run in between.
     ///
-    /// Without the moves, values of new lengths would evict nearly all keys: a chunk has blocks of
+    /// Without the moves, values of new lengths would evict nearly all keys: a slab has blocks of
     /// one length, and is empty only when its last block is freed.
     pub(super) async fn free_something(&self, worker: &Worker, attempts: &mut Attempts) -> bool {
         let may_evict = policy(&worker.server).is_some();
         let most = if may_evict { ATTEMPTS } else { ATTEMPTS_WITHOUT_EVICTION };
-        if attempts.0 == most {
+        if attempts.number == most {
             return false;
         }
-        attempts.0 += 1;
+        attempts.number += 1;
         worker.yield_now().await;
         if self.unused_percent() > FULL_PERCENT && self.compact_alone(worker).await {
-            // The places that blocks have left are free when two epochs have passed.
-            for _ in 0..3 {
-                let _ = self.store.blocks().tend().await;
-                worker.yield_now().await;
-            }
+            self.free_retired(worker).await;
+            return true;
+        }
+        if self.evict_slabs(worker, attempts).await {
+            self.free_retired(worker).await;
             return true;
         }
         let limbo = self.store.blocks().usage().limbo;
-        let keys = 1 << attempts.0.min(16) >> 1;
+        let keys = 1 << attempts.number.min(16) >> 1;
         let evicted = self.evict_while(worker, keys, || true).await;
         let is_tended = self.store.blocks().tend().await.is_ok();
         evicted > 0 || is_tended && self.store.blocks().usage().limbo < limbo
@@ -154,6 +169,42 @@ impl<N: Nic> Data<N> {
     pub(super) fn note_expired(&self, worker: &Worker, db: u8, key: &[u8]) {
         worker.stats().expired.add(1);
         worker.server.notify(b'x', "expired", self.state.logical(db), key);
+    }
+
+    /// Frees the blocks that were retired: two epochs pass before.
+    async fn free_retired(&self, worker: &Worker) {
+        for _ in 0..3 {
+            let _ = self.store.blocks().give_back().await;
+            worker.yield_now().await;
+        }
+    }
+
+    /// Evicts all keys of as many slabs as the command has bytes, and twice as many with each
+    /// further attempt: a command may need more than its own bytes. Returns whether a slab is
+    /// empty.
+    async fn evict_slabs(&self, worker: &Worker, attempts: &mut Attempts) -> bool {
+        let Some((candidates, eviction)) = policy(&worker.server) else { return false };
+        let slab = u64::from(self.store.blocks().slab());
+        // A place of the same length is free sooner.
+        if attempts.number <= SINGLE && attempts.bytes < slab / 2 {
+            return false;
+        }
+        // The list of a value in pieces has a class of its own.
+        let least = attempts.bytes.div_ceil(slab) + u64::from(attempts.bytes > slab);
+        attempts.slabs = (2 * attempts.slabs).max(least);
+        let server = &worker.server;
+        let mut tell = |db: u8, key: &[u8]| {
+            server.notify(b'e', "evicted", self.state.logical(db), key);
+        };
+        let is_told = server.config.live.notify() != 0;
+        let tell: Option<kv::Tell<'_>> = if is_told { Some(&mut tell) } else { None };
+        let cleared = self.store.evict_slabs(attempts.slabs, candidates, eviction, tell).await;
+        let cleared = cleared.unwrap_or_else(|error| {
+            tracing::error!(%error, "evicting keys failed");
+            kv::Cleared::default()
+        });
+        worker.stats().evicted.add(cleared.keys);
+        cleared.slabs > 0
     }
 
     /// Deletes a key that a command has found expired.
