@@ -244,6 +244,41 @@ fn configuration_file_is_read_and_its_unknown_lines_are_named() -> Result<()> {
     Ok(())
 }
 
+/// A FIFO without a writer, a directory and an endless device take the place of each file.
+#[test]
+fn files_that_are_not_regular_are_refused() -> Result<()> {
+    let directory = std::env::temp_dir().join(format!("granary-kv-kinds-{}", std::process::id()));
+    std::fs::create_dir_all(directory.join("db"))?;
+    let path = |name: &str| directory.join(name).display().to_string();
+    let (fifo, dump, db) = (path("fifo"), path("db/dump.rdb"), path("db"));
+    for path in [&fifo, &dump] {
+        ensure!(Command::new("mkfifo").arg(path).status()?.success());
+    }
+    let refused = |arguments: &[&str], kind: &str| -> Result<()> {
+        // A command that hangs is killed: it may not end at SIGTERM.
+        let mut command = Command::new("timeout");
+        command.args(["--signal", "KILL", "60"]).arg(granary()).args(["kv", "--port", "0"]);
+        let out = command.args(["--unixsocket", &path("socket")]).args(arguments).output()?;
+        let text = String::from_utf8_lossy(&out.stderr).into_owned();
+        ensure!(out.status.code() == Some(1), "{arguments:?}: {:?}: {text}", out.status);
+        ensure!(text.contains(&format!("{kind}, and not a regular file")), "{arguments:?}: {text}");
+        Ok(())
+    };
+    refused(&["--dir", &db], "a FIFO")?;
+    for (file, kind) in
+        [(&fifo, "a FIFO"), (&db, "a directory"), (&"/dev/zero".into(), "a socket or a device")]
+    {
+        let set = |name: &str| format!("{name} {file}");
+        refused(&[file], kind)?;
+        refused(&["--set", &set("aclfile")], kind)?;
+        refused(&["--tls-port", "6380", "--set", &set("tls-cert-file")], kind)?;
+        refused(&["--pool", "roce://127.0.0.1", "--token-file", file], kind)?;
+        refused(&["--pool", "roce://127.0.0.1", "--domain-token", file], kind)?;
+    }
+    std::fs::remove_dir_all(&directory)?;
+    Ok(())
+}
+
 #[test]
 fn redis_cli_and_redis_benchmark_work() -> Result<()> {
     if Command::new("redis-cli").arg("--version").output().is_err() {

@@ -1,12 +1,19 @@
 //! Programs with an assist (`granary run --assist process`): over the private memory node, whose
 //! pages the assist copies, and over a running one, whose queues it borrows.
 
-use granary_tests::node::{MemoryNode, full};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Command, Stdio};
+
+use granary_tests::node::{MemoryNode, full, granary, start_and_wait_ready};
 use granary_tests::pager::{Outcome, Running, Scratch, assert_same, plain};
 use granary_tests::run::{NodeKind, Paged, Site};
 use granary_tests::{needs, over_each_node};
+use pager::assist::protocol::{Message, VERSION};
+use pager::assist::ring;
 use pager::stats::Counter;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{MemfdFlags, SealFlags, ftruncate, memfd_create};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use units::Random;
 
@@ -195,6 +202,144 @@ fn killed_process_ends_only_its_session() {
     assert!(paged.count("assist_pages") > 20_000, "{}", paged.stats);
 }
 
+/// An assist without a run.
+struct Lone {
+    child: Child,
+    scratch: Scratch,
+}
+
+impl Lone {
+    /// Starts an assist with a time limit for the set-up of sessions.
+    fn start(name: &str, set_up_ms: &str) -> Self {
+        let scratch = Scratch::new(&format!("assist-{name}"));
+        let mut command = Command::new(granary());
+        command
+            .args(["assist", "--set-up-ms", set_up_ms, "--socket"])
+            .arg(scratch.0.join("socket"));
+        let (child, _) = start_and_wait_ready(command.stderr(Stdio::piped())).unwrap();
+        Self { child, scratch }
+    }
+
+    /// Connects, and sends packets with descriptors.
+    fn connect(&self, packets: &[(Message, &[BorrowedFd<'_>])]) -> Host {
+        let host = Host(pool::socket::connect(&self.scratch.0.join("socket")).unwrap());
+        packets.iter().for_each(|(message, files)| host.send(message, files).unwrap());
+        host
+    }
+
+    /// Ends the assist, which must still run, and returns its messages.
+    fn end(mut self) -> String {
+        assert_eq!(self.child.try_wait().unwrap(), None, "the assist has ended");
+        self.child.kill().unwrap();
+        let output = self.child.wait_with_output().unwrap();
+        String::from_utf8(output.stderr).unwrap()
+    }
+}
+
+/// A host that sends what it wants.
+struct Host(OwnedFd);
+
+impl Host {
+    fn send(&self, message: &Message, files: &[BorrowedFd<'_>]) -> rustix::io::Result<()> {
+        pool::socket::send(self.0.as_fd(), &message.encode(), files)
+    }
+
+    /// Waits for the next packet; `None` at the end of the session.
+    fn receive(&self) -> Option<Message> {
+        let packet = match pool::socket::receive(self.0.as_fd()) {
+            // The assist has not read all packets.
+            Err(error) if error == rustix::io::Errno::CONNRESET => {
+                pool::socket::receive(self.0.as_fd())
+            }
+            other => other,
+        };
+        packet.unwrap().map(|packet| Message::decode(&packet.bytes).unwrap())
+    }
+}
+
+/// A memfd that nothing has sealed.
+fn open_memory(bytes: usize) -> OwnedFd {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = memfd_create("hostile", flags).unwrap();
+    ftruncate(&file, bytes as u64).unwrap();
+    file
+}
+
+const HELLO: Message = Message::Hello { version: VERSION };
+
+#[test]
+fn session_whose_set_up_never_ends_is_ended() {
+    let assist = Lone::start("late", "1000");
+    let file = open_memory(4096);
+    let frames: (Message, &[BorrowedFd<'_>]) = (Message::Frames { bytes: 4096 }, &[file.as_fd()]);
+    let late = [assist.connect(&[]), assist.connect(&[(HELLO, &[])])];
+    let half = assist.connect(&[(HELLO, &[]), frames]);
+    assert_eq!(half.receive(), Some(Message::Ready));
+    for host in late.iter().chain([&half]) {
+        let answer = host.receive();
+        let Some(Message::Refused(why)) = answer else { panic!("{answer:?}") };
+        assert_eq!(why, "its set-up was not complete within 1s");
+        assert_eq!(host.receive(), None);
+    }
+    // A host that sends without end is not served longer.
+    let busy = assist.connect(&[]);
+    while busy.send(&HELLO, &[]).is_ok() {}
+    let messages = assist.end();
+    assert!(messages.contains("the assist has ended 1 session(s) whose set-up was"), "{messages}");
+    assert!(messages.contains(&format!("of process {}, which", std::process::id())), "{messages}");
+}
+
+#[test]
+fn memory_that_a_host_shares_cannot_be_cut() {
+    let assist = Lone::start("cut", "60000");
+    let frames = open_memory(16 * 4096);
+    let chunks = open_memory(16 * 4096);
+    rustix::fs::fcntl_add_seals(&chunks, SealFlags::SHRINK | SealFlags::GROW).unwrap();
+    let bytes = ring::BYTES.next_multiple_of(4096);
+    let shared_ring = open_memory(bytes);
+    let memory = verbs::DmaMemory::map_shared(&shared_ring, 0, bytes).unwrap();
+    drop(ring::Producer::new(memory));
+    let (control, _other) = UnixStream::pair().unwrap();
+    let host = assist.connect(&[
+        (HELLO, &[]),
+        (Message::Frames { bytes: 16 * 4096 }, &[frames.as_fd()]),
+        (Message::Chunks { address: 0, bytes: 16 * 4096 }, &[chunks.as_fd()]),
+        (Message::Control, &[control.as_fd()]),
+        (Message::Ring, &[shared_ring.as_fd()]),
+    ]);
+    assert_eq!(host.receive(), Some(Message::Ready), "the frames are mapped");
+    assert_eq!(host.receive(), Some(Message::Ready), "the ring is served");
+    for file in [&frames, &chunks, &shared_ring] {
+        for bytes in [0, 4096, 1 << 30] {
+            assert_eq!(ftruncate(file, bytes), Err(rustix::io::Errno::PERM));
+        }
+    }
+    // The assist looks at the ring, which still has its pages.
+    host.send(&Message::Wake, &[]).unwrap();
+
+    // Memory whose length the assist cannot fix is refused.
+    let fixed = open_memory(4096);
+    rustix::fs::fcntl_add_seals(&fixed, SealFlags::SEAL).unwrap();
+    let file = open_file(&assist.scratch);
+    for memory in [fixed.as_fd(), file.as_fd()] {
+        let host = assist.connect(&[(HELLO, &[]), (Message::Frames { bytes: 4096 }, &[memory])]);
+        let answer = host.receive();
+        assert!(matches!(answer, Some(Message::Refused(_))), "{answer:?}");
+    }
+    let honest = open_memory(4096);
+    let host =
+        assist.connect(&[(HELLO, &[]), (Message::Frames { bytes: 4096 }, &[honest.as_fd()])]);
+    assert_eq!(host.receive(), Some(Message::Ready));
+    assist.end();
+}
+
+/// A file of a disk, which cannot be sealed.
+fn open_file(scratch: &Scratch) -> std::fs::File {
+    let path = scratch.0.join("file");
+    std::fs::write(&path, [0; 4096]).unwrap();
+    std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap()
+}
+
 /// The assist serves processes of its own user only.
 #[test]
 fn workers_without_root_go_on_without_the_assist() {
@@ -218,10 +363,10 @@ fn queues_of_two_memory_nodes_are_lent() {
     let pool: Vec<String> =
         nodes.iter().map(|node| format!("shm:{}", node.socket.display())).collect();
     let stats = scratch.0.join("stats.json");
-    let mut command = std::process::Command::new(granary_tests::node::granary());
+    let mut command = Command::new(granary());
     command.args(["run", "--local", &LOCAL.to_string(), "--assist", "process", "--pool"]);
     command.arg(pool.join(",")).arg("--stats-json").arg(&stats).args(["--", PYTHON]);
-    let outcome = Running::start(command.args(passes("4")).stdin(std::process::Stdio::null()));
+    let outcome = Running::start(command.args(passes("4")).stdin(Stdio::null()));
     let outcome = outcome.finish();
     let plain = plain(PYTHON, &passes("4"));
     assert_eq!((outcome.code, outcome.stdout), (0, plain.stdout), "{}", outcome.stderr);
