@@ -98,10 +98,6 @@ impl ChildProcess {
 
     /// Asks the child to end, kills it after `time`, and reaps it.
     fn end(&mut self, time: Duration) {
-        // Reaped already, after its output had ended: its process id may be another process's.
-        if matches!(self.child.try_wait(), Ok(Some(_))) {
-            return;
-        }
         if self.input.take().is_none() {
             // No effect on a child that has ended.
             let _ = pidfd_send_signal(&self.pidfd, self.end);
