@@ -87,6 +87,11 @@ impl Connection {
         Ok(line.trim_end().to_owned())
     }
 
+    /// Sends bytes.
+    pub fn send(&mut self, bytes: &str) -> Result<()> {
+        Ok(self.0.get_mut().write_all(bytes.as_bytes())?)
+    }
+
     /// Sends an inline command, and reads the first line of its reply.
     pub fn ask(&mut self, command: &str) -> Result<String> {
         self.0.get_mut().write_all(format!("{command}\r\n").as_bytes())?;

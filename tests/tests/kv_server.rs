@@ -1,5 +1,6 @@
 //! `granary kv` as a process, with raw connections and the clients of Redis.
 
+use std::fs::File;
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
@@ -7,8 +8,9 @@ use anyhow::{Context, Result, ensure};
 use granary_tests::kv::{Connection, PATIENCE, Server};
 use granary_tests::needs::skip;
 use granary_tests::node::{MemoryNode, granary};
+use granary_tests::pager::Scratch;
 use granary_tests::scrape::{Page, address_of, names_in_docs};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, prlimit};
 use serde_json::Value;
 
 #[test]
@@ -33,6 +35,131 @@ fn sigterm_and_shutdown_end_the_server_in_order() -> Result<()> {
     let mut server = Server::start(&["--threads", "2"])?;
     assert_eq!(server.connect()?.ask("SHUTDOWN NOSAVE")?, "");
     ensure!(server.child.wait()?.success());
+    Ok(())
+}
+
+/// A field of INFO as a number.
+fn field(connection: &mut Connection, section: &str, name: &str) -> Result<f64> {
+    let bulk = connection.ask(&format!("INFO {section}"))?;
+    let mut left: i64 = bulk.strip_prefix('$').context("no text")?.parse()?;
+    let mut found = None;
+    while left >= 0 {
+        let line = connection.line()?;
+        left -= line.len() as i64 + 2;
+        found = line.strip_prefix(name).and_then(|rest| rest.strip_prefix(':')?.parse().ok());
+        if found.is_some() {
+            break;
+        }
+    }
+    while left >= 0 {
+        left -= connection.line()?.len() as i64 + 2;
+    }
+    found.with_context(|| format!("INFO has no {name}"))
+}
+
+/// Large requests that are not whole, and many small ones that wait for EXEC.
+#[test]
+fn memory_of_closed_connections_is_given_back() -> Result<()> {
+    const MIB: f64 = (1 << 20) as f64;
+    let server = Server::start(&["--set", "save ''"])?;
+    let mut connection = server.connect()?;
+    let mut resident = |section: &str, name: &str| field(&mut connection, section, name);
+    let before = resident("memory", "process_memory")?;
+    let part = ["*3\r\n$3\r\nSET\r\n$1\r\na\r\n$2000000\r\n", &"x".repeat(1 << 20)].concat();
+    let queue = ["MULTI\r\n", &format!("SET a {}\r\n", "y".repeat(900)).repeat(1000)].concat();
+    for (request, held) in [(part, 250.0), (queue, 200.0)] {
+        let mut clients = Vec::new();
+        for _ in 0..300 {
+            let mut client = server.connect()?;
+            client.send(&request)?;
+            clients.push(client);
+        }
+        let start = std::time::Instant::now();
+        while resident("memory", "mem_clients_normal")? < held * MIB {
+            ensure!(start.elapsed() < PATIENCE, "the requests do not come");
+        }
+        ensure!(resident("memory", "process_memory")? - before > held * MIB);
+        drop(clients);
+        let start = std::time::Instant::now();
+        while resident("memory", "process_memory")? - before > 32.0 * MIB {
+            let rest = (resident("memory", "process_memory")? - before) / MIB;
+            ensure!(start.elapsed() < PATIENCE, "{rest} MiB are kept");
+        }
+        ensure!(resident("clients", "connected_clients")? < 2.0);
+    }
+    Ok(())
+}
+
+/// Descriptors run out although `maxclients` was within the limit: the limit is lowered later.
+#[test]
+fn server_without_descriptors_says_so_once_and_goes_on() -> Result<()> {
+    let scratch = Scratch::new("kv-descriptors");
+    let log = scratch.0.join("log");
+    let mut command = Command::new(granary());
+    command.stderr(File::create(&log)?);
+    let server = Server::start_by(command, &["--set", "save ''"])?;
+    let (mut first, mut second) = (server.connect()?, server.connect()?);
+    for connection in [&mut first, &mut second] {
+        assert_eq!(connection.ask("PING")?, "+PONG");
+    }
+    let pid = Pid::from_raw(server.child.id() as i32).context("no process id")?;
+    let open = std::fs::read_dir(format!("/proc/{}/fd", server.child.id()))?.count() as u64;
+    let lowered = Rlimit { current: Some(open), maximum: getrlimit(Resource::Nofile).maximum };
+    let before = prlimit(Some(pid), Resource::Nofile, lowered)?;
+    let mut waiting = Vec::new();
+    for _ in 0..5 {
+        waiting.push(server.connect()?);
+    }
+    let lines = || -> Result<usize> {
+        let text = std::fs::read_to_string(&log)?;
+        Ok(text.matches("accepting a connection failed").count())
+    };
+    let start = std::time::Instant::now();
+    while lines()? == 0 {
+        ensure!(start.elapsed() < PATIENCE, "the log has no line");
+    }
+    // Time for further attempts, which take little of a core.
+    let cpu = |connection: &mut Connection| -> Result<f64> {
+        let times = ["used_cpu_user", "used_cpu_sys"];
+        times.into_iter().map(|name| field(connection, "cpu", name)).sum()
+    };
+    let (used, start) = (cpu(&mut first)?, std::time::Instant::now());
+    std::thread::sleep(std::time::Duration::from_millis(700));
+    let share = (cpu(&mut first)? - used) / start.elapsed().as_secs_f64();
+    ensure!(share < 0.5, "{share} of a core");
+    assert_eq!(lines()?, 1);
+    // An old connection makes room for a new one.
+    drop(second);
+    assert_eq!(waiting[0].ask("PING")?, "+PONG");
+    prlimit(Some(pid), Resource::Nofile, before)?;
+    for connection in &mut waiting {
+        assert_eq!(connection.ask("PING")?, "+PONG");
+    }
+    Ok(())
+}
+
+/// A process with few descriptors has fewer connections, and says so.
+#[test]
+fn few_descriptors_lower_the_limit_of_connections() -> Result<()> {
+    let scratch = Scratch::new("kv-few-descriptors");
+    let log = scratch.0.join("log");
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 100 && exec \"$0\" \"$@\""]).arg(granary());
+    command.stderr(File::create(&log)?);
+    let dir = scratch.0.to_str().context("no path")?;
+    let server = Server::start_by(command, &["--set", "save ''", "--dir", dir])?;
+    let text = std::fs::read_to_string(&log)?;
+    let said = "this process may open 100 file descriptors, so maxclients is 75 instead of 10000";
+    ensure!(text.contains(said), "{text}");
+    let mut connections = Vec::new();
+    for _ in 0..75 {
+        let mut connection = server.connect()?;
+        assert_eq!(connection.ask("PING")?, "+PONG");
+        connections.push(connection);
+    }
+    assert_eq!(server.connect()?.line()?, "-ERR max number of clients reached");
+    assert_eq!(connections[0].ask("SET a 1")?, "+OK");
+    assert_eq!(connections[0].ask("SAVE")?, "+OK");
     Ok(())
 }
 

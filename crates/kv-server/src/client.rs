@@ -240,10 +240,12 @@ impl Client {
         self.last_ms.store(now_ms, Ordering::Relaxed);
     }
 
-    pub(crate) fn note_buffers(&self, input: usize, capacity: usize, output: usize) {
+    /// Notes the bytes of the buffers. Returns by how many bytes they have shrunk.
+    pub(crate) fn note_buffers(&self, input: usize, capacity: usize, output: usize) -> usize {
+        let shrunk =
+            |atomic: &AtomicUsize, new| atomic.swap(new, Ordering::Relaxed).saturating_sub(new);
         self.input.store(input, Ordering::Relaxed);
-        self.input_capacity.store(capacity, Ordering::Relaxed);
-        self.output.store(output, Ordering::Relaxed);
+        shrunk(&self.input_capacity, capacity) + shrunk(&self.output, output)
     }
 
     /// Notes that bytes came from the peer, or went to it.

@@ -137,6 +137,7 @@ impl<K: Keyspace> Connection<K> {
         }
         server.monitors.remove(client);
         self.store.unwatch(&mut self.watches);
+        self.worker.note_freed(client.memory());
         self.worker.give_buffer(std::mem::take(&mut self.input));
         self.worker.give_buffer(std::mem::take(&mut self.out));
         self.worker.give_buffer(self.session.ahead.take_bytes());
@@ -371,7 +372,8 @@ impl<K: Keyspace> Connection<K> {
 
     fn note_buffers(&self, output: usize) {
         let large: usize = self.large.iter().map(|own| own.bytes.len()).sum();
-        self.client().note_buffers(self.input.len() + large, self.input.capacity() + large, output);
+        let (input, capacity) = (self.input.len() + large, self.input.capacity() + large);
+        self.worker.note_freed(self.client().note_buffers(input, capacity, output));
     }
 
     /// Waits for bytes, and reads them. Sends mail and replies meanwhile.

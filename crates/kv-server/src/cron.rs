@@ -10,6 +10,11 @@ use crate::worker::Worker;
 /// Intervals over which rates are computed.
 const SAMPLES: usize = 16;
 
+/// Freed bytes of requests and replies, for which the allocator gives memory back to the system.
+const TRIM_BYTES: usize = 16 << 20;
+/// Least time between two such calls. Memory that is used again soon stays.
+const TRIM_NS: u64 = 1_000_000_000;
+
 /// A sample: monotonic time, commands, bytes received, bytes sent.
 type Sample = [u64; 4];
 
@@ -18,6 +23,8 @@ type Sample = [u64; 4];
 pub(crate) struct Cron {
     samples: [Sample; SAMPLES],
     next: usize,
+    /// When the allocator may give memory back again.
+    trim_ns: u64,
 }
 
 impl Cron {
@@ -43,6 +50,10 @@ impl Cron {
             if is_idle || is_over {
                 client.kill();
             }
+        }
+        if worker.now_ns() >= self.trim_ns && worker.take_freed(TRIM_BYTES) {
+            self.trim_ns = worker.now_ns() + TRIM_NS;
+            units::allocator::trim();
         }
         if worker.index == 0 {
             server.pause.forget(now_ms);

@@ -326,6 +326,7 @@ async fn exec<K: Keyspace>(context: &mut Context<'_, K>) {
             K::execute_queue(context, &queue).await;
             context.session.in_exec = false;
             context.store.unwatch(context.watches);
+            context.worker.note_freed(queue.bytes());
         }
     }
     show(context);

@@ -13,6 +13,8 @@ use crate::worker::Worker;
 
 /// Pause after a failed attempt to accept, for example without free descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Interval of the lines of the log about failed attempts of one listener.
+const ACCEPT_LINE: Duration = Duration::from_secs(30);
 
 const TOO_MANY: &[u8] = b"-ERR max number of clients reached\r\n";
 const PROTECTED: &[u8] = b"-DENIED Redis is running in protected mode because protected mode is \
@@ -47,6 +49,7 @@ pub(crate) async fn finish<K: Keyspace>(seat: &Seat<K>) {
 /// Accepts connections, and passes them to the threads.
 pub(crate) async fn accept<K: Keyspace>(listener: Listener, seat: &Seat<K>) {
     let server = &seat.worker.server;
+    let mut line_ns = 0;
     loop {
         match listener.accept(server.config.live.keepalive_s()) {
             Ok(accepted) => place(accepted, &seat.worker),
@@ -58,7 +61,16 @@ pub(crate) async fn accept<K: Keyspace>(listener: Listener, seat: &Seat<K>) {
             }
             Err(error) if is_of_peer(&error) => {}
             Err(error) => {
-                tracing::warn!(address = listener.address, %error, "accepting a connection failed");
+                if seat.worker.elapsed_ns() >= line_ns {
+                    line_ns = seat.worker.elapsed_ns() + ACCEPT_LINE.as_nanos() as u64;
+                    tracing::warn!(
+                        address = listener.address,
+                        %error,
+                        "accepting a connection failed: new connections wait, and the others are \
+                         served; without descriptors, end connections or raise the limit (ulimit \
+                         -n)"
+                    );
+                }
                 seat.worker.wait(ACCEPT_PAUSE).await;
             }
         }

@@ -53,4 +53,5 @@ pub mod worker;
 pub use commands::unknown_debug;
 pub use dispatch::execute_one;
 pub use error::Error;
+pub use process::connections_within;
 pub use start::{Running, Setup, Stop};

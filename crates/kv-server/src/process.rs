@@ -13,10 +13,16 @@ pub(crate) fn memory() -> u64 {
 /// Descriptors that are no connections: sockets that listen, files, the pool.
 const OWN_DESCRIPTORS: u64 = 128;
 
+/// The connections of a process that may open `limit` descriptors. Below 512 descriptors, a quarter
+/// is for everything else.
+pub fn connections_within(limit: u64) -> u64 {
+    (limit - OWN_DESCRIPTORS.min(limit / 4)).max(1)
+}
+
 /// The connections for which the process may open descriptors. `None`: there is no limit.
 pub(crate) fn connections_max() -> Option<u64> {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-    limit.map(|limit| limit.saturating_sub(OWN_DESCRIPTORS).max(1))
+    limit.map(connections_within)
 }
 
 /// Memory of the machine in bytes.

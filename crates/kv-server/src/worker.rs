@@ -29,6 +29,8 @@ pub struct Worker {
     buffers: RefCell<Vec<Vec<u8>>>,
     /// Tasks that wait for a socket, a timer or another connection, and not for the store.
     resting: Cell<usize>,
+    /// Bytes of requests and replies that were freed since [`Worker::take_freed`].
+    freed: Cell<usize>,
     limits: RefCell<Vec<Option<Limit>>>,
     free_limits: RefCell<Vec<usize>>,
 }
@@ -51,6 +53,7 @@ impl Worker {
             now_ns: Cell::new(0),
             buffers: RefCell::default(),
             resting: Cell::new(0),
+            freed: Cell::new(0),
             limits: RefCell::default(),
             free_limits: RefCell::default(),
         };
@@ -159,6 +162,20 @@ impl Worker {
     /// Number of tasks that do not wait for the store.
     pub(crate) fn resting(&self) -> usize {
         self.resting.get()
+    }
+
+    /// Notes that memory for requests or replies was freed.
+    pub(crate) fn note_freed(&self, bytes: usize) {
+        self.freed.set(self.freed.get() + bytes);
+    }
+
+    /// Returns whether at least `least` bytes were freed since the last call that returned true.
+    pub(crate) fn take_freed(&self, least: usize) -> bool {
+        let is_much = self.freed.get() >= least;
+        if is_much {
+            self.freed.set(0);
+        }
+        is_much
     }
 
     /// An empty buffer.

@@ -2,6 +2,7 @@
 //!
 //! | module | content |
 //! | --- | --- |
+//! | [`allocator`] | memory that the allocator keeps |
 //! | [`cpus`] | CPUs of the host |
 //! | [`files`] | files that a user names |
 //! | [`number`] | formatting of numbers for people |
@@ -14,6 +15,7 @@
 //! because its recorded traces and seeds name the sequences of that generator. A 4096 that is part
 //! of a wire format, a scheme's layout or a workload stays beside that format.
 
+pub mod allocator;
 pub mod cpus;
 pub mod files;
 pub mod number;

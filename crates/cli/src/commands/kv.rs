@@ -24,8 +24,6 @@ use crate::signals::Signals;
 const CHUNK_BYTES: u64 = 64 << 10;
 /// Building blocks of a send queue: waves of many commands are posted with one doorbell.
 const SEND_BLOCKS: u32 = 4096;
-/// Descriptors that are no connections: sockets that listen, files, the pool.
-const OWN_DESCRIPTORS: u64 = 128;
 /// QP groups, and so threads, that a store can use.
 const GROUPS_MAX: u16 = 64;
 
@@ -325,7 +323,7 @@ impl Kv {
 fn fit_clients(config: &Config) -> anyhow::Result<()> {
     let wanted = config.number("maxclients");
     let Some(limit) = file_descriptors::raise_limit() else { return Ok(()) };
-    let most = limit.saturating_sub(OWN_DESCRIPTORS).max(1);
+    let most = kv_server::connections_within(limit);
     if wanted > most {
         eprintln!(
             "granary: warning: this process may open {limit} file descriptors, so maxclients is \
