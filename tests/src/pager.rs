@@ -5,6 +5,7 @@ use std::io::Read;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -134,6 +135,8 @@ pub struct Running {
     child: Child,
     stdout: JoinHandle<Vec<u8>>,
     stderr: JoinHandle<Vec<u8>>,
+    /// Standard error so far.
+    said: Arc<Mutex<Vec<u8>>>,
     peak: JoinHandle<u64>,
 }
 
@@ -147,9 +150,23 @@ impl Running {
             .expect("the program starts");
         let status_file = format!("/proc/{}/status", child.id());
         let peak = std::thread::spawn(move || resident_peak(&status_file));
-        let stdout = read_all(child.stdout.take().expect("piped"));
-        let stderr = read_all(child.stderr.take().expect("piped"));
-        Self { child, stdout, stderr, peak }
+        let stdout = read_all(child.stdout.take().expect("piped"), Arc::default());
+        let said = Arc::default();
+        let stderr = read_all(child.stderr.take().expect("piped"), Arc::clone(&said));
+        Self { child, stdout, stderr, said, peak }
+    }
+
+    /// Waits until standard error contains a text. Fails if the program ends before.
+    pub fn wait_for_stderr(&self, text: &str) {
+        loop {
+            let ended = self.ends_within(Duration::from_millis(5));
+            let said = self.said.lock().expect("no panic").clone();
+            let said = String::from_utf8_lossy(&said);
+            if said.contains(text) {
+                return;
+            }
+            assert!(!ended, "the program ended without saying {text:?}: {said}");
+        }
     }
 
     /// The program's process id.
@@ -204,11 +221,20 @@ impl Running {
 /// Time after which a program is considered to hang.
 pub const TIMEOUT: Duration = Duration::from_secs(480);
 
-fn read_all(mut from: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
+fn read_all(
+    mut from: impl Read + Send + 'static,
+    so_far: Arc<Mutex<Vec<u8>>>,
+) -> JoinHandle<Vec<u8>> {
     std::thread::spawn(move || {
-        let mut output = Vec::new();
-        from.read_to_end(&mut output).expect("the pipe is readable");
-        output
+        let mut part = [0; 4096];
+        loop {
+            let count = from.read(&mut part).expect("the pipe is readable");
+            let mut all = so_far.lock().expect("no panic");
+            if count == 0 {
+                return std::mem::take(&mut *all);
+            }
+            all.extend(&part[..count]);
+        }
     })
 }
 

@@ -10,9 +10,9 @@ use std::sync::{MutexGuard, OnceLock};
 use smallvec::SmallVec;
 
 use crate::config::{EXIT_PAGER, EXIT_POOL_GONE, EXIT_TAMPERED};
-use crate::descriptor;
 use crate::fork::inheritance::Inheritance;
 use crate::page_table::PageId;
+use crate::patience::Calls;
 use crate::slots::{ChunkLocation, Place, SlotId, Slots, Source};
 use crate::store::FileStore;
 use crate::sys::{self, PAGE_BYTES};
@@ -20,6 +20,7 @@ use crate::transport::{
     ChunkHandle, Direction, FrameId, FrameMemory, Lane, PageIo, Ticket, Transport, TransportError,
     TransportStats,
 };
+use crate::{descriptor, run_memory};
 
 /// Backing memory of one process.
 pub struct Backing {
@@ -27,6 +28,8 @@ pub struct Backing {
     frames: FrameMemory,
     overflow: OnceLock<FileStore>,
     overflow_directory: PathBuf,
+    /// Calls of the transport that may wait for the pool.
+    calls: Calls,
     /// Connection of a promoted child to the page server that has its inherited pages.
     inheritance: Option<Inherited>,
 }
@@ -69,7 +72,8 @@ impl Backing {
             });
             Inherited { connection, pages, bytes }
         });
-        Self { transport, frames, overflow: OnceLock::new(), overflow_directory, inheritance }
+        let (overflow, calls) = (OnceLock::new(), Calls::default());
+        Self { transport, frames, overflow, overflow_directory, calls, inheritance }
     }
 
     /// Returns the bytes of a chunk.
@@ -85,6 +89,16 @@ impl Backing {
     /// Returns the transport's counters.
     pub fn transport_stats(&self) -> TransportStats {
         self.transport.stats()
+    }
+
+    /// Returns the start of the oldest call that waits for the pool, in ns.
+    pub(crate) fn oldest_call_ns(&self) -> Option<u64> {
+        self.calls.oldest_ns()
+    }
+
+    /// Returns true if a thread waits for the pool.
+    pub(crate) fn is_called(&self) -> bool {
+        self.oldest_call_ns().is_some()
     }
 
     /// Adds the descriptors that the pager's threads need to `keep`.
@@ -162,11 +176,13 @@ impl Backing {
             self.run(lane, direction, ios);
             return Ticket::complete();
         }
-        self.transport.post(lane, direction, ios).unwrap_or_else(|error| self.pool_lost(&error))
+        self.calls
+            .run(|| self.transport.post(lane, direction, ios))
+            .unwrap_or_else(|error| self.pool_lost(&error))
     }
 
     fn run(&self, lane: Lane, direction: Direction, ios: &[PageIo]) {
-        if let Err(error) = self.transport.run(lane, direction, ios) {
+        if let Err(error) = self.calls.run(|| self.transport.run(lane, direction, ios)) {
             self.pool_lost(&error);
         }
     }
@@ -178,7 +194,7 @@ impl Backing {
 
     /// Waits until transfers are complete.
     pub fn wait(&self, ticket: Ticket) {
-        ticket.wait().unwrap_or_else(|error| self.pool_lost(&error));
+        self.calls.run(|| ticket.wait()).unwrap_or_else(|error| self.pool_lost(&error));
     }
 
     /// Allocates `count` slots and appends them to `slots`. `lock` locks the set of slots. Chunks
@@ -205,8 +221,8 @@ impl Backing {
             let chunk_pages = self.chunk_bytes() / PAGE_BYTES;
             let missing = (wanted - slots.len()).div_ceil(chunk_pages);
             let mut chunks = Vec::new();
-            let allocated =
-                wants_pool.then(|| self.transport.allocate_chunks(missing, &mut chunks));
+            let allocated = wants_pool
+                .then(|| self.calls.run(|| self.transport.allocate_chunks(missing, &mut chunks)));
             // Slots are taken from each new chunk before the lock is released. Otherwise a chunk
             // could stay without a used slot, and would never be freed.
             set = lock();
@@ -226,7 +242,7 @@ impl Backing {
 
     /// Returns the percentage of the pool that is allocated, 0 if it is unknown.
     pub fn used_percent(&self) -> u8 {
-        self.transport.used_percent()
+        self.calls.run(|| self.transport.used_percent())
     }
 
     /// Frees chunks. Called only by the pager's threads.
@@ -241,7 +257,7 @@ impl Backing {
                 }
             }
         }
-        if let Err(error) = self.transport.free_chunks(&chunks) {
+        if let Err(error) = self.calls.run(|| self.transport.free_chunks(&chunks)) {
             self.pool_lost(&error);
         }
     }
@@ -352,12 +368,19 @@ impl Backing {
 
     /// Ends the process because the pool is gone, and with it pages of the program.
     fn pool_lost(&self, error: &TransportError) -> ! {
+        let process = descriptor::program();
+        let why = match run_memory::ended_command() {
+            Some(command) => format!(
+                "granary run (process {command}) has ended before its program, and with it the \
+                 way to the pool"
+            ),
+            None => error.to_string(),
+        };
         sys::die(
             EXIT_POOL_GONE,
             &format!(
-                "{error}; the pool held pages of process {}, so the process ends now (status \
-                 {EXIT_POOL_GONE})",
-                descriptor::program()
+                "{why}; the pool held pages of process {process}, so the process ends now (status \
+                 {EXIT_POOL_GONE})"
             ),
         )
     }

@@ -16,8 +16,8 @@ use std::io;
 use std::sync::atomic::{AtomicI32, AtomicI64, AtomicU32, AtomicUsize, Ordering};
 
 use crate::config::EXIT_PAGER;
-use crate::descriptor;
 use crate::sys::{self, SignalsBlocked, system_call};
+use crate::{descriptor, patience};
 
 /// glibc's SIGSETXID. glibc lets no program block it or handle it.
 const SIGNAL: usize = 33;
@@ -55,14 +55,6 @@ static ARGUMENTS: [AtomicUsize; 6] = [const { AtomicUsize::new(0) }; 6];
 static ANSWERS: AtomicU32 = AtomicU32::new(0);
 /// glibc's handler of the signal.
 static LIBCS: AtomicUsize = AtomicUsize::new(0);
-/// Limit of the wait, in seconds (`GRANARY_WAIT_S`).
-static LIMIT_S: AtomicU32 = AtomicU32::new(crate::config::WAIT_S);
-
-/// Sets the limit of the wait for the pager's threads.
-pub(crate) fn set_limit(seconds: u32) {
-    LIMIT_S.store(seconds, Ordering::Relaxed);
-}
-
 /// Called before a thread of the pager is started.
 pub fn thread_starts() {
     STARTING.fetch_add(1, Ordering::AcqRel);
@@ -128,7 +120,7 @@ pub unsafe fn follow(number: libc::c_long, arguments: [usize; 6]) {
     }
     // A signal handler of the program could change credentials itself, and wait for this call.
     let _blocked = SignalsBlocked::new();
-    let limit_s = LIMIT_S.load(Ordering::Relaxed);
+    let limit_s = patience::limit_s();
     let until = sys::now_ns().saturating_add(u64::from(limit_s) * 1_000_000_000);
     let or_end = |missing: usize| {
         if sys::now_ns() < until {

@@ -76,6 +76,14 @@ impl Owner {
         Self::new(pid, start)
     }
 
+    /// The process that has an id now.
+    ///
+    /// # Errors
+    /// No process has the id, or it is hidden.
+    pub(crate) fn of(pid: u32) -> io::Result<Self> {
+        Stat::read(pid).map(|stat| Self::new(pid, stat.start))
+    }
+
     /// Encodes the process as a number that is not 0.
     pub(crate) fn word(self) -> u64 {
         u64::from(self.pid) << START_BITS | u64::from(self.start)
@@ -103,11 +111,22 @@ impl Owner {
         let Ok(stat) = Stat::read(self.pid) else { return true };
         (self.start == 0 || Self::new(self.pid, stat.start) == self) && !stat.is_over
     }
+
+    /// Returns true if the process ends or has ended for sure, as of its first thread. The kernel
+    /// tells the children of a thread about its end before all threads of the process have ended.
+    pub(crate) fn is_ending(self) -> bool {
+        match Stat::read(self.pid) {
+            Ok(stat) => stat.is_dead || self.start != 0 && Self::new(self.pid, stat.start) != self,
+            Err(error) => matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)),
+        }
+    }
 }
 
 /// The fields of proc_pid_stat(5) that tell a process from a later one with the same id.
 struct Stat {
     start: u64,
+    /// The first thread has ended.
+    is_dead: bool,
     /// Only the exit status is left.
     is_over: bool,
 }
@@ -125,7 +144,7 @@ impl Stat {
         let threads: u32 = fields.nth(16)?.parse().ok()?;
         let start = fields.nth(1)?.parse().ok()?;
         // A zombie with further threads: only its first thread has ended.
-        Some(Self { start, is_over: is_dead && threads <= 1 })
+        Some(Self { start, is_dead, is_over: is_dead && threads <= 1 })
     }
 }
 

@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | handler (one) | reads events, brings pages in |
 //! | worker (one) | takes pages out, writes them back, frees chunks |
+//! | monitor (one) | reports waits for the pool, and thrashing ([`crate::monitor`]) |
 //! | program's | map, unmap, protect and advise ([`crate::mapping`]) |
 //!
 //! Locks, in the order in which they may be taken: `space` (program's threads only), then those of
@@ -177,6 +178,8 @@ pub struct Pager {
     /// Futex: incremented to wake the worker.
     pub(crate) worker_wakes: AtomicU32,
     pub(crate) worker_sleeps: AtomicU32,
+    /// Futex on which the monitor sleeps. No thread wakes it.
+    pub(crate) monitor_wakes: AtomicU32,
     pub(crate) leadership: Leadership,
     /// Where a thread of `granary run` keeps the second core awake, the page that it reads.
     pub(crate) fault_times: Option<FaultTimes>,
@@ -315,10 +318,11 @@ impl Pager {
             .with_paths(config.paths);
         pages.stats.set(Counter::ProcessesSealing, config.seal.is_some().into());
         let must_seal = pages.backing.must_seal();
-        crate::credentials::set_limit(config.wait_s);
+        crate::patience::set_limit(config.wait_s);
         let allowance = Allowance {
             local_bytes: config.local_bytes,
             time_ns: u64::from(config.pinned_s) * 1_000_000_000,
+            wait_s: config.wait_s,
         };
         let pages = pages.with_allowance(allowance).with_sealing(sealing(config, must_seal));
         let random = slots::kernel_random().map_err(system("get random numbers"))?;
@@ -343,6 +347,7 @@ impl Pager {
             region,
             worker_wakes: AtomicU32::new(0),
             worker_sleeps: AtomicU32::new(0),
+            monitor_wakes: AtomicU32::new(0),
             leadership: Leadership::default(),
             fault_times,
             forks: Forks::default(),

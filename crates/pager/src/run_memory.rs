@@ -69,6 +69,40 @@ pub struct RunMemory {
     words: &'static [AtomicU64],
 }
 
+/// The `granary run` of this process's run.
+static COMMAND: OnceLock<Option<Command>> = OnceLock::new();
+
+/// A `granary run`, and the namespace in which its id is valid.
+#[derive(Debug, PartialEq, Eq)]
+struct Command {
+    process: Owner,
+    namespace: PathBuf,
+}
+
+impl Command {
+    /// The command whose `/proc/PID/fd/N` a path is.
+    fn of(path: &Path) -> Option<Self> {
+        let pid = path.strip_prefix("/proc").ok()?.components().next()?;
+        let pid = pid.as_os_str().to_str()?.parse().ok()?;
+        Some(Self { process: Owner::of(pid).ok()?, namespace: Self::own_namespace()? })
+    }
+
+    fn own_namespace() -> Option<PathBuf> {
+        std::fs::read_link("/proc/self/ns/pid").ok()
+    }
+
+    /// Returns true if the command has ended for sure.
+    fn has_ended(&self) -> bool {
+        Self::own_namespace().as_ref() == Some(&self.namespace) && self.process.is_ending()
+    }
+}
+
+/// Returns the process id of this process's `granary run` if it has ended.
+pub(crate) fn ended_command() -> Option<u32> {
+    let command = COMMAND.get()?.as_ref()?;
+    command.has_ended().then(|| command.process.pid())
+}
+
 /// The memory of a run in its `granary run`, which keeps the descriptor.
 #[derive(Debug)]
 pub struct OwnedRunMemory {
@@ -144,6 +178,7 @@ impl RunMemory {
             }
             None => Self::open(path)?,
         };
+        let _ = COMMAND.set(Command::of(path));
         Ok(*MAPPED.get_or_init(|| memory))
     }
 

@@ -35,7 +35,8 @@ impl Pager {
             let result = descriptor::own_table(&keep)
                 .and_then(|()| pager.start_worker())
                 .and_then(|()| pager.start_followers())
-                .and_then(|()| pager.start_watcher());
+                .and_then(|()| pager.start_watcher())
+                .and_then(|()| pager.start_monitor());
             let failed = result.is_err();
             let _ = ready.send(result);
             drop(ready);
@@ -81,6 +82,15 @@ impl Pager {
         spawn("granary-watcher", move || {
             pager.enter();
             pager.pages.backing.watch();
+        })
+    }
+
+    /// Starts the thread that reports waits for the pool and thrashing ([`crate::monitor`]).
+    pub(crate) fn start_monitor(self: &Arc<Self>) -> std::io::Result<()> {
+        let pager = self.clone();
+        spawn("granary-monitor", move || {
+            pager.enter();
+            pager.monitor();
         })
     }
 

@@ -133,7 +133,8 @@ impl Pager {
         let started = heir
             .and_then(|()| promoted.start_worker())
             .and_then(|()| promoted.start_followers())
-            .and_then(|()| promoted.start_watcher());
+            .and_then(|()| promoted.start_watcher())
+            .and_then(|()| promoted.start_monitor());
         if let Err(error) = started {
             promoted.fatal("start the threads of a forked child", &error);
         }

@@ -110,6 +110,14 @@ enum Step {
     Stop(Stop),
 }
 
+/// Reason why a page was not moved within the program's memory.
+enum NotMoved {
+    /// The address space changes.
+    Refused,
+    /// The page must be copied.
+    Unmovable,
+}
+
 /// Calls `step` for parts of a run until the run is done or stops. The arguments are the first page
 /// and the number of pages of a part.
 fn for_run(pages: u32, mut step: impl FnMut(u32, u32) -> Step) -> Done {
@@ -319,22 +327,21 @@ impl LinuxMemory {
         })
     }
 
-    /// Moves a page within the program's memory. Returns whether the page was mapped, or `None` if
-    /// the page must be copied.
-    fn move_within(&self, source: usize, target: usize) -> Option<bool> {
+    /// Moves a page within the program's memory. Returns whether the page was mapped.
+    fn move_within(&self, source: usize, target: usize) -> Result<bool, NotMoved> {
         let mut touched = false;
         loop {
             // SAFETY: the caller owns both pages.
             let moved = unsafe { self.uffd.move_pages(target, source, PAGE_BYTES, RELOCATE) };
-            let Err(error) = moved else { return Some(true) };
+            let Err(error) = moved else { return Ok(true) };
             match error.raw_os_error() {
-                Some(libc::ENOENT) => return Some(false),
-                Some(libc::EAGAIN) => self.pause(),
+                Some(libc::ENOENT) => return Ok(false),
+                Some(libc::EAGAIN) => return Err(NotMoved::Refused),
                 Some(libc::EBUSY) if !touched => {
                     touch(source);
                     touched = true;
                 }
-                Some(libc::EBUSY | libc::EINVAL) => return None,
+                Some(libc::EBUSY | libc::EINVAL) => return Err(NotMoved::Unmovable),
                 _ => fatal("move a page for mremap", &error),
             }
         }
@@ -382,8 +389,9 @@ impl LinuxMemory {
         }
     }
 
-    /// Moves a page within the program's memory by copying it. Returns true if it was mapped.
-    fn copy_within(&self, source: usize, target: usize) -> bool {
+    /// Moves a page within the program's memory by copying it. Returns true if it was mapped;
+    /// `None` if the kernel changes no page now.
+    fn copy_within(&self, source: usize, target: usize) -> Option<bool> {
         const WHAT: &str = "move a page for mremap";
         // Only the descriptor table of the pager's threads keeps the reader's descriptor, and a
         // thread of the program moves this page.
@@ -392,28 +400,25 @@ impl LinuxMemory {
         let mut copy = [0u64; PAGE_BYTES / 8];
         // SAFETY: a local array.
         match unsafe { reader.read(source, copy.as_mut_ptr().cast(), PAGE_BYTES) } {
-            Ok(0) => return false,
+            Ok(0) => return Some(false),
             Ok(_) => {}
             Err(error) => fatal(WHAT, &error),
         }
-        let done = loop {
-            // SAFETY: a local array, and a missing page that the caller owns.
-            let done = unsafe {
-                let copy = copy.as_ptr() as usize;
-                self.uffd.copy_without_wake(target, copy, PAGE_BYTES, false)
-            };
-            match done {
-                Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => self.pause(),
-                done => break done,
-            }
+        // SAFETY: a local array, and a missing page that the caller owns.
+        let done = unsafe {
+            let copy = copy.as_ptr() as usize;
+            self.uffd.copy_without_wake(target, copy, PAGE_BYTES, false)
         };
+        if done.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::EAGAIN)) {
+            return None;
+        }
         // SAFETY: the content is at the target.
         let dropped =
             done.and_then(|_| unsafe { sys::madvise(source, PAGE_BYTES, libc::MADV_DONTNEED) });
         if let Err(error) = dropped {
             fatal(WHAT, &error);
         }
-        true
+        Some(true)
     }
 
     /// Gives memory of their own to pages of the shelf.
@@ -501,10 +506,17 @@ impl Memory for LinuxMemory {
     }
 
     /// Because a pinned page is copied, a later write of the device to this page is lost.
-    fn relocate(&self, from: PageId, to: PageId) -> bool {
+    fn relocate(&self, from: PageId, to: PageId) -> Option<bool> {
         let (source, target) = (self.page_address(from), self.page_address(to));
-        let moved = if self.way == Way::Move { self.move_within(source, target) } else { None };
-        moved.unwrap_or_else(|| self.copy_within(source, target))
+        let moved = match self.way {
+            Way::Move => self.move_within(source, target),
+            Way::Copy => Err(NotMoved::Unmovable),
+        };
+        match moved {
+            Ok(is_mapped) => Some(is_mapped),
+            Err(NotMoved::Refused) => None,
+            Err(NotMoved::Unmovable) => self.copy_within(source, target),
+        }
     }
 
     fn is_at(&self, page: PageId, address: usize) -> bool {

@@ -185,7 +185,7 @@ fn pages_that_the_kernel_moved_before_an_error_count() {
     assert_eq!(f.present_positions(5, 8), 0);
 
     moved(f.address(11), f.address(1), 1);
-    assert!(f.memory.relocate(PageId(1), PageId(11)));
+    assert_eq!(f.memory.relocate(PageId(1), PageId(11)), Some(true));
     assert_eq!([f.page(1), f.page(11)], [None, Some(1)]);
 }
 
@@ -363,15 +363,23 @@ fn page_moves_within_the_program_with_its_content() {
     let _forks = FORKS.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     in_both_ways(|f| {
         f.fill(1, 3);
-        assert!(f.memory.relocate(PageId(1), PageId(11)));
+        assert_eq!(f.memory.relocate(PageId(1), PageId(11)), Some(true));
         f.protect(2, 1, libc::PROT_READ);
         f.protect(12, 1, libc::PROT_READ);
-        assert!(f.memory.relocate(PageId(2), PageId(12)), "a page that cannot be moved");
+        assert_eq!(
+            f.memory.relocate(PageId(2), PageId(12)),
+            Some(true),
+            "a page that cannot be moved"
+        );
         let (child, alive) = fork_child();
-        assert!(f.memory.relocate(PageId(3), PageId(13)), "a page shared with a child");
+        assert_eq!(
+            f.memory.relocate(PageId(3), PageId(13)),
+            Some(true),
+            "a page shared with a child"
+        );
         drop(alive);
         wait_for(child);
-        assert!(!f.memory.relocate(PageId(4), PageId(14)), "a missing page");
+        assert_eq!(f.memory.relocate(PageId(4), PageId(14)), Some(false), "a missing page");
         assert_eq!(f.pages(1, 4), [None; 4]);
         assert_eq!(f.pages(11, 4), [Some(1), Some(2), Some(3), None]);
     });
@@ -390,7 +398,7 @@ fn page_is_copied_within_the_program_by_a_thread_without_the_reader() {
             let reader = f.memory.reader.descriptor().expect("/proc is mounted");
             // SAFETY: closes the copy in this thread's table only.
             assert_eq!(unsafe { libc::close(reader) }, 0);
-            assert!(f.memory.relocate(PageId(1), PageId(11)));
+            assert_eq!(f.memory.relocate(PageId(1), PageId(11)), Some(true));
         });
     });
     assert_eq!([f.page(1), f.page(11)], [None, Some(1)]);
@@ -405,7 +413,7 @@ fn no_page_is_taken_out_or_put_in_during_a_fork() {
         return;
     }
     in_ways(features, |f| {
-        f.fill(1, 1);
+        f.fill(1, 2);
         let forking = std::thread::spawn(fork_child);
         let mut position = 0;
         wait_until("the fork has begun", || match f.take_out(1, position, 1) {
@@ -420,6 +428,7 @@ fn no_page_is_taken_out_or_put_in_during_a_fork() {
             }
         });
         assert!(!forking.is_finished());
+        assert_eq!(f.memory.relocate(PageId(2), PageId(12)), None);
         // Forks of other tests report events too, and wait for this thread to read them.
         f.memory.uffd.set_nonblocking().unwrap();
         wait_until("the fork has ended", || {

@@ -84,8 +84,8 @@ pub trait Memory: Send + Sync {
     fn drop_pages(&self, first: PageId, pages: u32);
 
     /// Moves one mapped page of the program to a missing page of the program. Returns true if the
-    /// page at `from` was mapped.
-    fn relocate(&self, from: PageId, to: PageId) -> bool;
+    /// page at `from` was mapped. `None`: the kernel changes no page now, and nothing was moved.
+    fn relocate(&self, from: PageId, to: PageId) -> Option<bool>;
 
     /// Returns true if a page is at an address. A page may be unmapped, and its number given to
     /// another address, between a fault and the moment in which the page becomes BUSY.

@@ -4,7 +4,7 @@
 //! between which other threads run. A seed decides where an operation stops early.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use super::{Done, Memory, Position, Stop};
@@ -133,6 +133,8 @@ pub(crate) struct ModelMemory {
     table: AtomicPtr<PageTable>,
     /// Pages that are copied together, if pages are copied and not moved.
     copied_run: Option<u32>,
+    /// The kernel moves no page within the program's memory.
+    pub(crate) refuses_moves: AtomicBool,
 }
 
 impl ModelMemory {
@@ -158,7 +160,8 @@ impl ModelMemory {
             odds,
             random,
         };
-        Self { kernel: Mutex::new(kernel), table: AtomicPtr::default(), copied_run }
+        let (kernel, refuses_moves) = (Mutex::new(kernel), AtomicBool::new(false));
+        Self { kernel, table: AtomicPtr::default(), copied_run, refuses_moves }
     }
 
     /// Checks from now on that pages are BUSY in this table, which must live as long as the memory.
@@ -423,8 +426,11 @@ impl Memory for ModelMemory {
         point();
     }
 
-    fn relocate(&self, from: PageId, to: PageId) -> bool {
+    fn relocate(&self, from: PageId, to: PageId) -> Option<bool> {
         point();
+        if self.refuses_moves.load(Ordering::Relaxed) {
+            return None;
+        }
         self.assert_busy(from, 1, "relocate from");
         self.assert_busy(to, 1, "relocate to");
         let mut kernel = self.kernel();
@@ -435,7 +441,7 @@ impl Memory for ModelMemory {
         drop(kernel);
         trace(|| format!("relocate {from:?} to {to:?}: {is_mapped}"));
         point();
-        is_mapped
+        Some(is_mapped)
     }
 
     fn wake(&self, first: PageId, pages: u32) {

@@ -8,6 +8,7 @@ use crate::page_table::{Entry, PageId, State as PageState};
 use crate::pages::flight::Late;
 use crate::pages::sizes::INHERIT_FRAMES;
 use crate::pages::{Hand, Pages, State};
+use crate::patience::Patience;
 use crate::shelf::Use;
 use crate::slots::SlotId;
 use crate::transport::{Direction, FrameId};
@@ -134,7 +135,7 @@ impl<M: Memory> Pages<M> {
                 continue;
             }
             self.lock_absent(to);
-            if entry.state() == PageState::Resident && !self.memory.relocate(from, to) {
+            if entry.state() == PageState::Resident && !self.relocate(hand, from, to) {
                 // The program had dropped the page by a raw system call.
                 let mut state = self.state();
                 state.resident -= 1;
@@ -158,6 +159,17 @@ impl<M: Memory> Pages<M> {
             self.settle(to, entry);
             self.settle(from, Entry::ABSENT);
             return;
+        }
+    }
+
+    /// Moves a resident page within the program's memory. Returns true if it was mapped.
+    fn relocate(&self, hand: &mut Hand, from: PageId, to: PageId) -> bool {
+        hand.patience = Patience::default();
+        loop {
+            if let Some(is_mapped) = self.memory.relocate(from, to) {
+                return is_mapped;
+            }
+            self.wait_for_others(hand, "the kernel has refused to move a page for mremap");
         }
     }
 

@@ -22,7 +22,9 @@ use std::ops::Range;
 use crate::fingerprint::Content;
 use crate::memory::{Memory, Position, Stop};
 use crate::page_table::{Entry, PageId, State as PageState};
+use crate::pages::overrun::KEPT;
 use crate::pages::{Pages, State};
+use crate::patience::Patience;
 use crate::policy::{Policy, Run};
 use crate::shelf::{NO_RECORD, Record, Use};
 use crate::slots::{SlotId, Source};
@@ -52,6 +54,8 @@ pub struct Hand {
     pub(super) run: Vec<(PageId, Entry)>,
     /// Slots for a write-back batch.
     pub(super) slots: Vec<SlotId>,
+    /// Time for which a fault has found no page without progress of other threads.
+    pub(super) patience: Patience,
     taken: Vec<Taken>,
     /// Pages of `taken` that devices have pinned.
     pinned: u32,
@@ -71,6 +75,7 @@ impl Default for Hand {
             woken: Vec::with_capacity(pages),
             run: Vec::with_capacity(pages),
             slots: Vec::with_capacity(pages),
+            patience: Patience::default(),
             taken: Vec::with_capacity(pages),
             pinned: 0,
             waited_writes: 0,
@@ -243,7 +248,7 @@ impl<M: Memory> Pages<M> {
             if self.wait_write(hand) {
                 hand.waited_writes += 1;
             } else if !self.wait_flights(hand) && !self.exceed_limit() {
-                self.memory.pause();
+                self.wait_for_others(hand, KEPT);
             }
         }
         true

@@ -17,6 +17,7 @@
 //! | [`change`] | what the program's `munmap`, `madvise` and `mremap` do to pages |
 //! | [`bound`] | the limit of a process that shares the bound of its run |
 //! | [`overrun`] | pages beyond the limit, while no page can be taken out |
+//! | [`returns`] | pages that come back soon, for the report of thrashing |
 //! | [`compact`] | compaction of chunks |
 //! | [`check`] | invariants |
 //!
@@ -77,6 +78,7 @@ pub mod compact;
 pub mod flight;
 pub mod flow;
 pub mod overrun;
+pub mod returns;
 pub mod sealing;
 pub mod sizes;
 pub mod standstill;
@@ -86,6 +88,7 @@ pub use flight::FlightIndex;
 use flight::Flights;
 pub use flow::Hand;
 use overrun::{Allowance, Overrun};
+use returns::Returns;
 pub use sizes::Sizes;
 use standstill::Standstill;
 pub use sync::Request;
@@ -116,6 +119,8 @@ pub struct State {
     taken_out: u64,
     /// Pages that are taken out with the same stamp.
     stamp_pages: u64,
+    /// Pages that came back from the pool since the last call of [`Pages::take_returns`].
+    returns: Returns,
 }
 
 /// Stamps in the taking out of as many pages as the limit. The page table has room for 256 stamps,
@@ -232,6 +237,7 @@ impl<M: Memory> Pages<M> {
             late_wakes: Vec::new(),
             taken_out: 0,
             stamp_pages: u64::from(sizes.limit / u32::from(RECENT_STAMPS)).max(1),
+            returns: Returns::default(),
         };
         let slots = Slots::new(backing.chunk_bytes());
         Self {
@@ -241,7 +247,7 @@ impl<M: Memory> Pages<M> {
             stats,
             sizes,
             lease: None,
-            allowance: Allowance { local_bytes: 0, time_ns: u64::MAX },
+            allowance: Allowance { local_bytes: 0, time_ns: u64::MAX, wait_s: u32::MAX },
             paths: Paths::Two,
             fingerprints,
             sealing: Sealing::None,
@@ -340,6 +346,13 @@ impl<M: Memory> Pages<M> {
         if self.table.unlock(page, entry) {
             self.memory.wake(page, 1);
         }
+    }
+
+    /// Returns the pages that came back since the last call, and the number of pages that are
+    /// taken out with the same stamp.
+    pub fn take_returns(&self) -> (Returns, u64) {
+        let mut state = self.state();
+        (std::mem::take(&mut state.returns), state.stamp_pages)
     }
 
     /// Moves at most 64 pages between slots and frames, and waits until the transfers are complete.

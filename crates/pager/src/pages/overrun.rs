@@ -8,12 +8,18 @@
 //! So the process may go beyond its limit, by as many pages as the faults need. It ends if it stays
 //! beyond the limit for longer than [`Allowance::time_ns`], or needs more than twice the bound.
 
+use std::sync::atomic::Ordering;
+
 use crate::config::EXIT_PAGER;
 use crate::descriptor;
 use crate::memory::Memory;
 use crate::pages::{Hand, Pages, State};
+use crate::patience::{self, Patience};
 use crate::policy::Policy;
 use crate::sys::{self, PAGE_BYTES};
+
+/// The reason of [`Pages::wait_for_others`] for a fault.
+pub(super) const KEPT: &str = "other threads have kept all pages that a fault could replace";
 
 /// Smallest number of pages that are granted together.
 const GRANT_PAGES: u32 = 64;
@@ -32,13 +38,15 @@ const BATCH_PAGES: u32 = 64;
 const PINNED_BY: &str = "fixed buffers of io_uring, memory of an RDMA NIC, or another process that \
                          reads or writes this memory";
 
-/// Pages that a process may have beyond its bound, and for how long.
+/// Pages that a process may have beyond its bound, for how long, and the limit of other waits.
 #[derive(Clone, Copy, Debug)]
 pub struct Allowance {
     /// The bound, in bytes.
     pub local_bytes: u64,
     /// Time after which the process ends, in ns.
     pub time_ns: u64,
+    /// Time without progress after which a fault that finds no page ends the process, in seconds.
+    pub wait_s: u32,
 }
 
 /// Pages beyond the limit.
@@ -58,6 +66,15 @@ impl Overrun {
     /// Counts an attempt to take pages out.
     pub(super) fn note(&mut self, taken_out: u32, refused: u32) {
         self.refusals = if taken_out > 0 { 0 } else { self.refusals.saturating_add(refused) };
+    }
+
+    /// Adds the time since the last review, and returns the time beyond the limit, in ns.
+    fn spend(&mut self, now_ns: u64) -> u64 {
+        if self.reviewed_ns > 0 {
+            self.spent_ns += (now_ns - self.reviewed_ns).min(2 * REVIEW_NS);
+        }
+        self.reviewed_ns = now_ns;
+        self.spent_ns
     }
 }
 
@@ -110,6 +127,21 @@ impl<M: Memory> Pages<M> {
         true
     }
 
+    /// Lets other threads run, because the caller cannot go on without them for the reason `why`.
+    /// Ends the process if they make no progress for too long.
+    pub(super) fn wait_for_others(&self, hand: &mut Hand, why: &str) {
+        let wait_s = self.allowance.wait_s;
+        let limit_ns = u64::from(wait_s) * 1_000_000_000;
+        let progress = self.room_changes.load(Ordering::Relaxed);
+        if self.backing.is_called() {
+            // A memory node that does not answer is no fault of this process.
+            hand.patience = Patience::default();
+        } else if hand.patience.is_over(self.memory.now_ns(), limit_ns, progress) {
+            patience::end(why, wait_s);
+        }
+        self.memory.pause();
+    }
+
     /// Takes pages out that are beyond the limit because of `exceed_limit`. Returns the
     /// time until the next call, in ms; `None` if no more pages are present than the limit allows.
     /// Ends the process after [`Allowance::time_ns`].
@@ -127,11 +159,7 @@ impl<M: Memory> Pages<M> {
             return None;
         }
         overrun.pages = overrun.pages.min(excess + GRANT_PAGES);
-        if overrun.reviewed_ns > 0 {
-            overrun.spent_ns += (now - overrun.reviewed_ns).min(2 * REVIEW_NS);
-        }
-        overrun.reviewed_ns = now;
-        if overrun.spent_ns > self.allowance.time_ns {
+        if overrun.spend(now) > self.allowance.time_ns {
             drop(state);
             self.end_overrun(excess);
         }
@@ -163,4 +191,33 @@ impl<M: Memory> Pages<M> {
 /// Returns a number of bytes in MiB, rounded up.
 fn mib(bytes: u64) -> u64 {
     bytes.div_ceil(1 << 20)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn page_that_is_taken_out_ends_the_refusals_in_a_row() {
+        let mut overrun = Overrun::default();
+        overrun.note(0, 5);
+        overrun.note(0, 3);
+        assert_eq!(overrun.refusals, 8);
+        overrun.note(1, 9);
+        assert_eq!(overrun.refusals, 0);
+        overrun.note(0, 1);
+        overrun.note(0, u32::MAX);
+        assert_eq!(overrun.refusals, u32::MAX);
+    }
+
+    #[test]
+    fn time_of_a_stopped_process_beyond_its_limit_does_not_count() {
+        let mut overrun = Overrun::default();
+        let at = |reviews: u64| 1_000_000_000 + reviews * REVIEW_NS;
+        assert_eq!(
+            [0, 1, 2].map(|review| overrun.spend(at(review))),
+            [0, REVIEW_NS, 2 * REVIEW_NS]
+        );
+        assert_eq!(overrun.spend(at(36_000)), 4 * REVIEW_NS);
+    }
 }

@@ -109,6 +109,17 @@ mod tests {
     use super::*;
 
     #[test]
+    fn frames_of_a_transport_take_at_most_half_of_the_bound() {
+        let sizes = Sizes::new(16 << 20);
+        let (needed, local) = (sizes.frames(), sizes.limit + sizes.frames());
+        assert_eq!(sizes.with_frames(needed), Some(sizes));
+        assert_eq!(sizes.with_frames(needed - 1), None);
+        let most = sizes.with_frames(local / 2).expect("half of the bound");
+        assert_eq!(most, Sizes { limit: local - local / 2, ..sizes });
+        assert_eq!(sizes.with_frames(local / 2 + 1), None);
+    }
+
+    #[test]
     fn parts_fit_into_every_bound() {
         for local in [LOCAL_BYTES_MIN, 16 << 20, 64 << 20, 1 << 30, 1 << 40] {
             let sizes = Sizes::new(local);

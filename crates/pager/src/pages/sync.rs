@@ -8,7 +8,9 @@ use crate::config::Paths;
 use crate::memory::{Memory, Position, Stop};
 use crate::page_table::{Entry, PageId, State as PageState};
 use crate::pages::flight::Late;
+use crate::pages::overrun::KEPT;
 use crate::pages::{Hand, Pages, State, is_recent};
+use crate::patience::Patience;
 use crate::policy::{Policy, Run};
 use crate::shelf::{Record, Use};
 use crate::slots::SlotId;
@@ -59,6 +61,7 @@ impl<M: Memory> Pages<M> {
     pub fn fault(&self, hand: &mut Hand, request: &Request) -> u32 {
         let page = request.page;
         let mut plan = None;
+        hand.patience = Patience::default();
         loop {
             let seen = self.table.load(page);
             let has_room = !self.needs_blank(seen, request)
@@ -278,7 +281,7 @@ impl<M: Memory> Pages<M> {
                 self.settle(page, entry);
                 // All flights may belong to other handlers.
                 if !self.wait_flights(hand) {
-                    self.memory.pause();
+                    self.wait_for_others(hand, KEPT);
                 }
             }
         }
@@ -294,7 +297,9 @@ impl<M: Memory> Pages<M> {
         state.resident += done.pages;
         state.shelf.set(position, if done.pages == 1 { Use::Empty } else { Use::Blank });
         if done.pages == 1 {
-            let recent = is_recent(state.stamp(), self.table.peek(page).evicted());
+            let (now, stamp) = (state.stamp(), self.table.peek(page).evicted());
+            let recent = is_recent(now, stamp);
+            state.returns.note(now, stamp, 1);
             state.policy.refetched(Run { start: page.0, pages: 1 }, recent);
         }
         drop(state);
@@ -441,7 +446,7 @@ impl<M: Memory> Pages<M> {
     /// were taken out, and which were read.
     fn note_restored(&self, state: &mut State, mapped: &[(PageId, Entry)]) {
         let now = state.stamp();
-        let State { shelf, policy, .. } = state;
+        let State { shelf, policy, returns, .. } = state;
         // For a page that was read, whether it had been taken out a short time before.
         let read = |entry: Entry| {
             let position = Position(entry.position().expect("a shelved page has a position"));
@@ -450,7 +455,10 @@ impl<M: Memory> Pages<M> {
         for part in mapped.chunk_by(|(_, a), (_, b)| read(*a) == read(*b)) {
             let run = Run { start: part[0].0.0, pages: part.len() as u32 };
             match read(part[0].1) {
-                Some(recent) => policy.refetched(run, recent),
+                Some(recent) => {
+                    part.iter().for_each(|(_, entry)| returns.note(now, entry.evicted(), 1));
+                    policy.refetched(run, recent);
+                }
                 None => policy.restored(run),
             }
         }

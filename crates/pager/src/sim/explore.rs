@@ -137,6 +137,8 @@ fn small() -> Setup {
         compacts: false,
         sealed: false,
         lie: None,
+        stuck_s: None,
+        refuses_moves: false,
         hide: Hide::Off,
         max_steps: 20_000,
     }

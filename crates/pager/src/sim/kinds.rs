@@ -87,6 +87,8 @@ pub(crate) fn setup(kind: Kind, seed: u64) -> Setup {
         compacts: false,
         sealed: Random::new(seed, 13).once_in(3),
         lie: None,
+        stuck_s: None,
+        refuses_moves: false,
         hide: Random::new(seed, 14).pick(&[Hide::Off, Hide::Off, Hide::Writes, Hide::Reads]),
         max_steps: 200_000,
     };

@@ -224,3 +224,33 @@ fn pages_are_compacted_while_the_program_runs() {
     (0..200).for_each(|seed| sum.add(&run_seed(Kind::Compacts, seed).unwrap()));
     assert!(sum.compacted >= 500, "{sum:?}");
 }
+
+/// Runs 50 programs that wait in vain for pages, or for the kernel's moves. Returns the number of
+/// programs that were ended for the reason `why`.
+fn ended_for(kind: Kind, refuses_moves: bool, why: &str) -> usize {
+    let run = |seed: &u64| {
+        let setup = kinds::setup(kind, *seed);
+        let (stuck_s, compacts) = (Some(1), false);
+        let setup = world::Setup { stuck_s, refuses_moves, compacts, ..setup };
+        let error = world::run(&setup, *seed, &mut RandomOrder::new(*seed)).err();
+        // A program that needs neither ends, and may leave the thread that keeps pages behind.
+        let is_end =
+            |error: &String| error.contains("status 118") || error.contains("no thread can go on");
+        assert!(error.as_ref().is_none_or(is_end), "seed {seed}: {error:?}");
+        error.is_some_and(|error| error.contains(why))
+    };
+    (0..50).filter(run).count()
+}
+
+#[test]
+fn fault_that_finds_no_page_ends_the_process_after_the_limit() {
+    let ended = ended_for(Kind::Random, false, "other threads have kept all pages");
+    assert!(ended >= 25, "{ended} of 50");
+}
+
+#[test]
+fn mremap_that_the_kernel_refuses_ends_the_process_after_the_limit() {
+    let why = "the kernel has refused to move a page for mremap for 1 s";
+    let ended = ended_for(Kind::Moves, true, why);
+    assert!(ended >= 25, "{ended} of 50");
+}

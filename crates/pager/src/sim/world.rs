@@ -3,6 +3,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
+use std::sync::atomic::Ordering;
 
 use seal::Cipher;
 
@@ -21,6 +22,7 @@ use crate::memory::Position;
 use crate::memory::model::{Bytes, ModelMemory, Odds, WORDS};
 use crate::page_table::{Entry, PageId, PageTable, State as PageState};
 use crate::pages::compact::Pass;
+use crate::pages::overrun::Allowance;
 use crate::pages::{Hand, Pages, Sizes};
 use crate::policy::counted::{Calls, Counted};
 use crate::policy::{AnyPolicy, Name};
@@ -66,6 +68,12 @@ pub(crate) struct Setup {
     pub sealed: bool,
     /// The READ, by its number, that returns other bytes than were written.
     pub lie: Option<u64>,
+    /// Threads wait for others and for the kernel for at most this many seconds, in vain: see
+    /// `refuses_moves`.
+    pub stuck_s: Option<u32>,
+    /// With `stuck_s`, the kernel moves no page for mremap. Without, a thread keeps all resident
+    /// pages where they are, for ever.
+    pub refuses_moves: bool,
     pub hide: Hide,
     pub max_steps: u32,
 }
@@ -147,6 +155,13 @@ impl World {
         logic.slots().hide(setup.hide, Box::new(move || places.bits()));
         let logic = match setup.shared_units {
             Some(units) => logic.with_lease(rival::lease(units), rival::RESERVED_PAGES),
+            None => logic,
+        };
+        let logic = match setup.stuck_s {
+            Some(wait_s) => {
+                let allowance = Allowance { local_bytes: 0, time_ns: u64::MAX, wait_s };
+                logic.with_allowance(allowance)
+            }
             None => logic,
         };
         let world = Rc::new(Self {
@@ -555,6 +570,14 @@ fn run_to_end(
         let world = world.clone();
         world.running.set(world.running.get() + 1);
         spawn("heir", move || threads::heir(&world));
+    }
+    world.pages.memory.refuses_moves.store(setup.refuses_moves, Ordering::Relaxed);
+    if setup.stuck_s.is_some() && !setup.refuses_moves {
+        let world = world.clone();
+        spawn("holder", move || {
+            let _protection = world.lock_protection();
+            wait_until("keeps all pages", || false);
+        });
     }
     {
         let world = world.clone();
