@@ -4,9 +4,11 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Context, Result, ensure};
 use granary_tests::node::{MemoryNode, granary};
 use pool::{Error, Grant, GroupId, Lane, Options, Pool, Transfer};
+use rustix::process::{Pid, Signal, kill_process};
+use verbs::executor::block_on;
 
 const SETTINGS: [&str; 4] = ["--memory", "256KiB", "--chunk", "4KiB"];
 
@@ -136,6 +138,95 @@ fn grants_from_before_a_reconnection_are_refused() -> Result<()> {
     }
     uses(&again, &held[0]).into_iter().for_each(is_stale);
     Ok(())
+}
+
+/// The memory node is stopped. Each call ends with an error that names the node and the next step.
+/// The node goes on, and nothing is lost.
+#[test]
+fn waits_for_a_stopped_memory_node_end() -> Result<()> {
+    let node = MemoryNode::start("stopped", &SETTINGS)?;
+    let limit = Duration::from_secs(1);
+    let options = Options { groups: Some(2), answer_timeout: limit, ..Options::default() };
+    let pool = Pool::connect(&node.socket, options)?;
+    let grants: Vec<Grant> =
+        (0..2).map(|i| pool.allocate_in_blocking(GroupId(i))).collect::<Result<_, _>>()?;
+    for grant in &grants {
+        pool.write_blocking(grant, 0, b"of before")?;
+    }
+    let pid = Pid::from_raw(node.pid()).context("no process id")?;
+    kill_process(pid, Signal::STOP)?;
+    wait_until_stopped(&node)?;
+    let results = std::thread::scope(|scope| {
+        let waits: Vec<_> = (0..6)
+            .map(|call| {
+                let (pool, grant) = (&pool, &grants[call % 2]);
+                scope.spawn(move || (call, stopped_call(pool, grant, call)))
+            })
+            .collect();
+        waits.into_iter().map(|wait| wait.join().expect("it does not panic")).collect::<Vec<_>>()
+    });
+    for (call, result) in results {
+        let error = result.expect_err("the memory node is stopped");
+        ensure!(matches!(error, Error::Unanswered { .. }), "call {call}: {error:?}");
+        let text = error.to_string();
+        let named = text.contains(&*node.socket.to_string_lossy()) && text.contains("for 1 s");
+        ensure!(named && text.contains("continue the process, and try again"), "{call}: {text}");
+    }
+    // A second round, in which the requests of the first one are still in flight.
+    for call in 0..6 {
+        let result = stopped_call(&pool, &grants[call % 2], call);
+        ensure!(matches!(result, Err(Error::Unanswered { .. })), "call {call}: {result:?}");
+    }
+
+    kill_process(pid, Signal::CONT)?;
+    for grant in &grants {
+        let mut text = [0; 9];
+        pool.read_blocking(grant, 0, &mut text)?;
+        ensure!(&text == b"of before", "{text:?}");
+        let mut late = [0; 8];
+        pool.read_blocking(grant, 64, &mut late)?;
+        ensure!(matches!(&late, b"of after" | [0, 0, 0, 0, 0, 0, 0, 0]), "{late:?}");
+        pool.write_blocking(grant, 64, b"at last!")?;
+        pool.read_blocking(grant, 64, &mut late)?;
+        ensure!(&late == b"at last!", "{late:?}");
+    }
+    let more = pool.allocate_blocking()?;
+    pool.free_blocking(more)?;
+    for grant in grants {
+        pool.free_blocking(grant)?;
+    }
+    // The chunks of requests whose answer came late are not lost, either.
+    ensure!(pool.node_status()?.node.free == 64, "{:?}", pool.node_status()?.node);
+    pool.audit()?;
+    Ok(())
+}
+
+/// One of the calls that wait for a memory node.
+fn stopped_call(pool: &Pool, grant: &Grant, call: usize) -> Result<(), Error> {
+    match call {
+        0 => pool.read_blocking(grant, 0, &mut [0; 9]),
+        1 => pool.write_blocking(grant, 64, b"of after"),
+        2 => pool.allocate_blocking().map(drop),
+        3 => block_on(pool.read(grant, 0, &mut [0; 4096])),
+        4 => pool.node_status().map(drop),
+        _ => pool.fetch_and_add_blocking(grant, 128, 1).map(drop),
+    }
+}
+
+/// Waits until the threads of the node's process have stopped, the NIC's too.
+fn wait_until_stopped(node: &MemoryNode) -> Result<()> {
+    let tasks = format!("/proc/{}/task", node.pid());
+    loop {
+        let states = std::fs::read_dir(&tasks)?.map(|task| {
+            let stat = std::fs::read_to_string(task?.path().join("stat"))?;
+            let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+            Ok(state == Some('T'))
+        });
+        if states.collect::<Result<Vec<_>>>()?.into_iter().all(|is_stopped| is_stopped) {
+            return Ok(());
+        }
+        std::thread::yield_now();
+    }
 }
 
 /// `granary status` names the memory node that is gone, and works again after its restart.

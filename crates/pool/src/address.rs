@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
 use crate::Error;
 use crate::client::ANSWER_TIMEOUT;
@@ -82,13 +83,17 @@ impl Address {
 
     /// Opens a connection for control requests only, without access to the pool's memory.
     pub fn ask(&self) -> Result<SocketControl, Error> {
+        self.ask_within(ANSWER_TIMEOUT)
+    }
+
+    /// [`Address::ask`] with a time limit for each answer of the memory node.
+    pub fn ask_within(&self, limit: Duration) -> Result<SocketControl, Error> {
         until_admitted(|| match self {
-            Self::Shm(path) => SocketControl::connect(path),
+            Self::Shm(path) => SocketControl::connect_within(path, limit),
             Self::Roce(remote) => {
                 let token = remote.token()?;
-                SocketControl::connect_remote(&remote.to, token.as_ref(), ANSWER_TIMEOUT, |_, _| {
-                    Ok(None)
-                })
+                let token = token.as_ref();
+                SocketControl::connect_remote(&remote.to, token, limit, |_, _| Ok(None))
             }
         })
     }

@@ -472,7 +472,7 @@ fn is_gone(error: &Error) -> bool {
 /// True for a timeout. A later request may succeed.
 fn is_silent(error: &Error) -> bool {
     match error {
-        Error::ManagementBroken { .. } => true,
+        Error::ManagementBroken { .. } | Error::Unanswered { .. } => true,
         Error::Access { status, .. } | Error::List { status, .. } => {
             *status == Status::RetryExceeded
         }

@@ -4,10 +4,10 @@ use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
 pub use rnic::port::shm::Peer;
 pub use rnic::port::shm::peer::user;
@@ -160,16 +160,37 @@ fn fresh_directory() -> Result<PathBuf, Error> {
     })
 }
 
-/// Connects to the socket at `path`, in blocking mode.
+/// Time limit of a connection, and of a packet, to a process whose queue is full.
+const ROOM: Duration = Duration::from_secs(30);
+
+/// Connects to the socket at `path`, in blocking mode. A process that is stopped accepts neither
+/// connections nor packets when its queue is full: connecting and sending then fail with EAGAIN
+/// after 30 s.
 pub fn connect(path: &Path) -> Result<OwnedFd, Error> {
+    connect_within(path, ROOM)
+}
+
+/// Like [`connect`], with another time limit.
+pub fn connect_within(path: &Path, limit: Duration) -> Result<OwnedFd, Error> {
     let attempt = format!("connecting to the memory node at {}", path.display());
     let addr = address(path)?;
     let flags = SocketFlags::CLOEXEC;
     let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
         .map_err(|e| system(attempt.clone(), e))?;
-    rustix::net::connect(&fd, &addr)
-        .map_err(|errno| Error::Unreachable { attempt, why: unreachable_because(path, errno) })?;
-    Ok(fd)
+    sockopt::set_socket_timeout(&fd, sockopt::Timeout::Send, Some(limit))
+        .map_err(|e| system(attempt.clone(), e))?;
+    match rustix::net::connect(&fd, &addr) {
+        Ok(()) => Ok(fd),
+        Err(Errno::AGAIN) => Err(Error::Unanswered {
+            attempt,
+            why: format!(
+                "it has not accepted the connection for {} s: its process is stopped; continue it, \
+                 and try again",
+                limit.as_secs_f64()
+            ),
+        }),
+        Err(errno) => Err(Error::Unreachable { attempt, why: unreachable_because(path, errno) }),
+    }
 }
 
 /// The reason why no connection to the socket at `path` was made, and the next step.

@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::time::Duration;
 
 use verbs::completion::WhenIdle;
 use verbs::{PeerAddress, Qpn};
@@ -207,7 +208,8 @@ pub trait ClientScheme: Send + Sync {
         broken
     }
 
-    /// True from a [`ClientScheme::reset`] until the [`ClientScheme::connect`] that follows. That
+    /// True from a [`ClientScheme::reset`], or from a request [without an answer in
+    /// time](ClientScheme::is_late), until the [`ClientScheme::connect`] that follows. That
     /// period may be long, because the memory node may refuse to re-establish the QPs for a while.
     /// A request posted to a QP in Reset would never complete. Cheap, because it is called before
     /// each request.
@@ -215,6 +217,14 @@ pub trait ClientScheme: Send + Sync {
         let mut closed = false;
         self.each_queue(&mut |queue| closed |= queue.is_closed());
         closed
+    }
+
+    /// True if a request had no answer within the time limit, since the last connect. Its slot is
+    /// still in use, so that no request is accepted until the QPs are reset.
+    fn is_late(&self) -> bool {
+        let mut late = false;
+        self.each_queue(&mut |queue| late |= queue.is_late());
+        late
     }
 
     /// Takes the management QPs to Reset. Requests in flight end with an error that leaves open
@@ -231,6 +241,16 @@ pub trait ClientScheme: Send + Sync {
     /// Registers `look`, which a waiting request calls periodically while its answer is overdue.
     fn when_idle(&self, look: &WhenIdle) {
         self.each_queue(&mut |queue| queue.when_idle(look));
+    }
+
+    /// Sets the time limit of requests, and the memory node's name.
+    fn set_limit(&self, limit: Duration, peer: &str) {
+        self.each_queue(&mut |queue| queue.set_limit(limit, peer));
+    }
+
+    /// Notes whether the memory node's program answers questions over the control connection.
+    fn set_peer_silent(&self, is_silent: bool) {
+        self.each_queue(&mut |queue| queue.set_peer_silent(is_silent));
     }
 
     /// Connects the management QPs with their peers, which are listed in the scheme's order.

@@ -57,8 +57,11 @@ pub enum Error {
         /// The symptom, and the next step.
         why: String,
     },
-    /// The memory node does not answer, and the connection is not re-established yet
-    /// (`Pool::reestablish`). Its memory is as it was if the memory node goes on.
+    /// The memory node does not answer. Its memory is as it was if the memory node goes on.
+    ///
+    /// An operation in flight may take effect later, as long as the memory node has not executed a
+    /// later one of the same QP: a WRITE may arrive late, and a READ may write to its buffer late.
+    /// `Pool::reestablish` ends all operations in flight.
     #[error("{attempt}: {why}")]
     Unanswered {
         /// The operation that failed.
@@ -258,6 +261,15 @@ impl From<verbs::Error> for Error {
         match e {
             // The NIC of a memory node runs in the memory node's process, so both exit together.
             verbs::Error::Gone { attempt, why } => Error::Gone { attempt, why },
+            verbs::Error::Unanswered { attempt, peer, waited } => Error::Unanswered {
+                attempt,
+                why: format!(
+                    "{peer} has not answered for {} s: its process, or that of the NIC, is \
+                     stopped, or the network is cut; its memory is as it was: continue the \
+                     process, and try again (whether this operation takes effect is not known)",
+                    waited.as_secs_f64()
+                ),
+            },
             e => Error::Verbs(e),
         }
     }

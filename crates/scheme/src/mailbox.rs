@@ -12,6 +12,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use verbs::completion::{Pending, Source, WhenIdle};
@@ -101,15 +102,18 @@ impl<N: Nic, const REPLY: usize> Mailbox<N, REPLY> {
     /// may be in flight.
     ///
     /// # Errors
-    /// [`Error::ManagementBroken`] if the reply was lost.
+    /// [`Error::ManagementBroken`] if the reply was lost, [`Error::Unanswered`] if the memory node
+    /// does not answer any request.
     pub async fn ask(
         &self,
         attempt: &str,
         number: u64,
         request: &[u8],
     ) -> Result<[u8; REPLY], Error> {
-        let sent = self.post(attempt, number, request)?;
-        let reply = Reply { mailbox: self, number }.await;
+        let (sent, epoch) = self.post(attempt, number, request)?;
+        let Some(reply) = (Reply { mailbox: self, number, sent: &sent }).await else {
+            return Err(self.queue.failed(attempt, epoch, sent.late()));
+        };
         // A request is in flight until the completion of its SEND has been taken.
         let sent = sent.await;
         match reply {
@@ -125,7 +129,12 @@ impl<N: Nic, const REPLY: usize> Mailbox<N, REPLY> {
         self.queue.execute(attempt, list).await
     }
 
-    fn post(&self, attempt: &str, number: u64, request: &[u8]) -> Result<Pending<N::Cq>, Error> {
+    fn post(
+        &self,
+        attempt: &str,
+        number: u64,
+        request: &[u8],
+    ) -> Result<(Pending<N::Cq>, u64), Error> {
         let mut state = self.state.lock();
         // A request whose future was dropped keeps its receive. If no buffer is free for that
         // reason, the caller re-establishes the QP, which frees all.
@@ -134,7 +143,7 @@ impl<N: Nic, const REPLY: usize> Mailbox<N, REPLY> {
             return Err(broken(attempt, Status::Flushed));
         };
         let to = self.replies.sge(buffer.offset(REPLY), REPLY as u32);
-        let (pending, sent) = match self.queue.post_request(attempt, Data::Inline(request), &[to]) {
+        let posted = match self.queue.post_request(attempt, Data::Inline(request), &[to]) {
             Ok(posted) => posted,
             Err(e) => {
                 state.free.push(buffer);
@@ -142,9 +151,9 @@ impl<N: Nic, const REPLY: usize> Mailbox<N, REPLY> {
             }
         };
         let epoch = state.epoch;
-        state.receives.push_back(PostedReceive { pending, buffer, epoch });
+        state.receives.push_back(PostedReceive { pending: posted.answer, buffer, epoch });
         state.waiting.insert(number, Waiting { epoch, waker: None, result: None });
-        Ok(sent)
+        Ok((posted.sent, posted.epoch))
     }
 
     /// Polls the oldest receives and hands out their replies, until the oldest one is pending.
@@ -203,14 +212,15 @@ fn slots(count: u32) -> impl Iterator<Item = Slot> {
     (Slot::new(0)..Slot::new(count)).iter()
 }
 
-/// The reply to a request.
+/// The reply to a request; `None` if there is none within the time limit.
 struct Reply<'a, N: Nic, const REPLY: usize> {
     mailbox: &'a Mailbox<N, REPLY>,
     number: u64,
+    sent: &'a Pending<N::Cq>,
 }
 
 impl<N: Nic, const REPLY: usize> Future for Reply<'_, N, REPLY> {
-    type Output = Result<[u8; REPLY], Status>;
+    type Output = Option<Result<[u8; REPLY], Status>>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let state = &mut *self.mailbox.state.lock();
@@ -224,7 +234,8 @@ impl<N: Nic, const REPLY: usize> Future for Reply<'_, N, REPLY> {
         }
         match result {
             // Dropping the future lets another request watch the receives.
-            Some(result) => Poll::Ready(result),
+            Some(result) => Poll::Ready(Some(result)),
+            None if self.sent.is_unanswered() => Poll::Ready(None),
             None => {
                 let waiting = state.waiting.get_mut(&self.number).expect("a request that waits");
                 waiting.waker = Some(cx.waker().clone());
@@ -263,6 +274,10 @@ impl<N: Nic, const REPLY: usize> ManagementQp for Mailbox<N, REPLY> {
         self.queue.is_closed()
     }
 
+    fn is_late(&self) -> bool {
+        self.queue.is_late()
+    }
+
     fn has_lost_answers(&self) -> bool {
         self.queue.has_lost_answers()
     }
@@ -288,6 +303,14 @@ impl<N: Nic, const REPLY: usize> ManagementQp for Mailbox<N, REPLY> {
 
     fn when_idle(&self, look: &WhenIdle) {
         self.queue.when_idle(look);
+    }
+
+    fn set_limit(&self, limit: Duration, peer: &str) {
+        self.queue.set_limit(limit, peer);
+    }
+
+    fn set_peer_silent(&self, is_silent: bool) {
+        self.queue.set_peer_silent(is_silent);
     }
 
     fn source(&self) -> Source {

@@ -3,16 +3,18 @@
 //! A request is a SEND, and its answer completes a receive. Receives and SENDs are posted under one
 //! lock, and the memory node answers in order: the n-th receive completes with the n-th answer.
 
+use std::future::poll_fn;
+use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::task::Poll;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use verbs::completion::{Completer, Pending, Source, WhenIdle};
 use verbs::{
-    Access, Completion, CompletionQueue, CqAttr, Data, Error as VerbsError, Nic, Op, PeerAddress,
-    QpAttr, QpChange, QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Sge, Status,
-    WorkRequest,
+    Access, Completion, CqAttr, Data, Error as VerbsError, Nic, Op, PeerAddress, QpAttr, QpChange,
+    QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Sge, Status, WorkRequest,
 };
 
 use crate::Error;
@@ -58,9 +60,23 @@ pub struct RequestQueue<N: Nic> {
     open: AtomicBool,
     /// A request has seen that its answer is lost, since the last connect.
     lost: AtomicBool,
+    /// A request had no answer in time, since the last connect. Its slot and its receive are still
+    /// in use, so that no request may follow.
+    late: AtomicBool,
+    /// Number of connects. Changes under `order`.
+    epoch: AtomicU64,
 }
 
 pub(crate) type Posted<N> = Pending<<N as Nic>::Cq>;
+
+/// A request in flight.
+pub(crate) struct PostedRequest<N: Nic> {
+    /// The receive of the answer.
+    pub answer: Posted<N>,
+    pub sent: Posted<N>,
+    /// Number of connects before it.
+    pub epoch: u64,
+}
 
 impl<N: Nic> RequestQueue<N> {
     /// Creates the QP.
@@ -88,8 +104,9 @@ impl<N: Nic> RequestQueue<N> {
 
     fn with((qp, completer): SharedQp<N>, credits: u32, shared: bool) -> Self {
         let (credits, order) = (Credits::new(credits), Mutex::new(()));
-        let (open, lost) = (AtomicBool::new(false), AtomicBool::new(false));
-        Self { qp, completer, shared, credits, order, open, lost }
+        let [open, lost, late] = [(); 3].map(|()| AtomicBool::new(false));
+        let epoch = AtomicU64::new(0);
+        Self { qp, completer, shared, credits, order, open, lost, late, epoch }
     }
 
     /// Takes a slot for a request; waits until one is free.
@@ -100,7 +117,8 @@ impl<N: Nic> RequestQueue<N> {
     /// Sends a request and waits for its answer, which is written to `to`. The caller holds a slot.
     ///
     /// # Errors
-    /// [`Error::ManagementBroken`] if the answer was lost.
+    /// [`Error::ManagementBroken`] if the answer was lost, [`Error::Unanswered`] if there is none
+    /// within the time limit.
     pub async fn ask(&self, attempt: &str, request: &[u8], to: &[Sge]) -> Result<(), Error> {
         self.ask_with(attempt, Data::Inline(request), to).await
     }
@@ -136,15 +154,24 @@ impl<N: Nic> RequestQueue<N> {
         request: Data<'_>,
         to: &[Sge],
     ) -> Result<(Status, Status), Error> {
-        let (answered, sent) = loop {
+        let mut waited = Duration::ZERO;
+        let mut posted = loop {
             match self.post_request(attempt, request, to) {
                 Err(Error::Verbs(VerbsError::QueueFull { .. })) if self.shared => {
-                    self.make_room()?
+                    self.completer.make_room(&mut waited)?
                 }
                 posted => break posted?,
             }
         };
-        let (answered, sent) = (answered.await?, sent.await?);
+        let ended = async {
+            let PostedRequest { answer, sent, .. } = &mut posted;
+            let answered = poll_fn(|cx| match Pin::new(&mut *answer).poll(cx) {
+                Poll::Pending if sent.is_unanswered() => Poll::Ready(Err(sent.late())),
+                polled => polled,
+            });
+            Ok::<_, VerbsError>((answered.await?, sent.await?))
+        };
+        let (answered, sent) = ended.await.map_err(|e| self.failed(attempt, posted.epoch, e))?;
         if answered.status != Status::Success {
             self.mark_lost();
         }
@@ -155,15 +182,16 @@ impl<N: Nic> RequestQueue<N> {
 
     /// Posts work requests of which only the last one is signaled, and waits for its completion.
     pub async fn execute(&self, attempt: &str, list: &mut [WorkRequest<'_>]) -> Result<(), Error> {
-        let done = {
+        let (done, epoch) = {
             let _order = self.order.lock();
             self.check_open(attempt)?;
-            self.completer.submit(|id| {
+            let done = self.completer.submit(|id| {
                 list.iter_mut().for_each(|wr| wr.id = id);
                 self.qp.post_send(list)
-            })?
+            })?;
+            (done, self.epoch.load(Ordering::Relaxed))
         };
-        let Completion { status, .. } = done.await?;
+        let Completion { status, .. } = done.await.map_err(|e| self.failed(attempt, epoch, e))?;
         match status {
             Status::Success => Ok(()),
             status => Err(broken(attempt, status)),
@@ -178,8 +206,10 @@ impl<N: Nic> RequestQueue<N> {
         attempt: &str,
         request: Data<'_>,
         to: &[Sge],
-    ) -> Result<(Posted<N>, Posted<N>), Error> {
-        let receive = || self.completer.submit(|id| self.qp.post_recv(&ReceiveRequest { id, to }));
+    ) -> Result<PostedRequest<N>, Error> {
+        // The memory node's program answers, perhaps after a long time.
+        let post = |id| self.qp.post_recv(&ReceiveRequest { id, to });
+        let receive = || self.completer.submit_endless(post);
         let send = || {
             self.completer.submit(|id| {
                 let op = match request {
@@ -191,11 +221,29 @@ impl<N: Nic> RequestQueue<N> {
         };
         let _order = self.order.lock();
         self.check_open(attempt)?;
-        if self.shared {
+        let (answer, sent) = if self.shared {
             let sent = send()?;
-            return Ok((receive()?, sent));
+            (receive()?, sent)
+        } else {
+            (receive()?, send()?)
+        };
+        Ok(PostedRequest { answer, sent, epoch: self.epoch.load(Ordering::Relaxed) })
+    }
+
+    /// The error of a request that was posted in `epoch`. If it is that no answer came in time, the
+    /// queue accepts no request until it is connected again.
+    #[cold]
+    pub(crate) fn failed(&self, attempt: &str, epoch: u64, error: VerbsError) -> Error {
+        let _order = self.order.lock();
+        let is_late = matches!(error, VerbsError::Unanswered { .. });
+        if is_late && self.epoch.load(Ordering::Relaxed) == epoch {
+            self.late.store(true, Ordering::Release);
+            self.open.store(false, Ordering::Release);
         }
-        Ok((receive()?, send()?))
+        match Error::from(error) {
+            Error::Unanswered { why, .. } => Error::Unanswered { attempt: attempt.to_owned(), why },
+            error => error,
+        }
     }
 
     /// Records that the answer to a request is lost.
@@ -208,15 +256,6 @@ impl<N: Nic> RequestQueue<N> {
             true => Ok(()),
             false => Err(broken(attempt, Status::Flushed)),
         }
-    }
-
-    /// Polls completions, including those of accesses, to free room in the send queue.
-    #[cold]
-    fn make_room(&self) -> Result<(), Error> {
-        if self.completer.poll() == 0 {
-            self.completer.cq().wait(Duration::from_millis(1))?;
-        }
-        Ok(())
     }
 }
 
@@ -231,8 +270,11 @@ pub trait ManagementQp {
     /// True if the QP is not connected, or in the error state.
     fn is_broken(&self) -> bool;
 
-    /// True while the QP is in Reset.
+    /// True while the QP is in Reset, or [late](ManagementQp::is_late): no request is accepted.
     fn is_closed(&self) -> bool;
+
+    /// True if a request had no answer in time, since the last connect.
+    fn is_late(&self) -> bool;
 
     /// True if a request has seen, since the last connect, that its answer is lost. The request may
     /// be one of an earlier connection, which was flushed.
@@ -250,6 +292,13 @@ pub trait ManagementQp {
 
     /// Registers `look`, which a waiting request calls periodically while its answer is overdue.
     fn when_idle(&self, look: &WhenIdle);
+
+    /// Sets the time limit of requests, and the memory node's name
+    /// ([`Completer::set_limit`]).
+    fn set_limit(&self, limit: Duration, peer: &str);
+
+    /// Notes whether the memory node's program answers ([`Completer::set_peer_silent`]).
+    fn set_peer_silent(&self, is_silent: bool);
 
     /// The completions of the QP.
     fn source(&self) -> Source;
@@ -272,6 +321,10 @@ impl<N: Nic> ManagementQp for RequestQueue<N> {
         !self.open.load(Ordering::Acquire)
     }
 
+    fn is_late(&self) -> bool {
+        self.late.load(Ordering::Acquire)
+    }
+
     fn has_lost_answers(&self) -> bool {
         self.lost.load(Ordering::Acquire)
     }
@@ -291,13 +344,23 @@ impl<N: Nic> ManagementQp for RequestQueue<N> {
         if let Some(peer) = peer {
             self.qp.connect(peer)?;
         }
+        self.epoch.fetch_add(1, Ordering::Relaxed);
         self.lost.store(false, Ordering::Release);
+        self.late.store(false, Ordering::Release);
         self.open.store(true, Ordering::Release);
         Ok(())
     }
 
     fn when_idle(&self, look: &WhenIdle) {
         self.completer.when_idle(look.clone());
+    }
+
+    fn set_limit(&self, limit: Duration, peer: &str) {
+        self.completer.set_limit(limit, peer);
+    }
+
+    fn set_peer_silent(&self, is_silent: bool) {
+        self.completer.set_peer_silent(is_silent);
     }
 
     fn source(&self) -> Source {

@@ -53,6 +53,19 @@ pub enum Error {
         /// How the loss was detected.
         why: String,
     },
+    /// The NIC or the peer has not answered for a time limit, and may answer later.
+    #[error(
+        "{attempt}: {peer} has not answered for {} s: its process, or that of the NIC, is stopped, \
+         or the network is cut; continue the process, and try again", waited.as_secs_f64()
+    )]
+    Unanswered {
+        /// The attempted action, which may still take effect.
+        attempt: String,
+        /// Name of the peer.
+        peer: String,
+        /// The time limit.
+        waited: std::time::Duration,
+    },
     /// The NIC does not support the requested action.
     #[error("{attempt}: this NIC does not support it: {why}")]
     Unsupported {

@@ -207,12 +207,11 @@ impl<N: Nic> Batch<N> {
     /// if any transfer failed.
     pub fn wait(mut self) -> Result<(), Error> {
         let mut result = Ok(());
-        while let Some((posted, start, end)) = self.posted.pop() {
+        while let Some((mut posted, start, end)) = self.posted.pop() {
             let (group, index) = self.works[start].qp;
             let completer = self.pool.group(group).path(index).completer();
-            let Posted { pending, epoch } = posted;
-            let ended = completer.wait(pending).map_err(Error::from);
-            result = self.settle(ended, epoch, start, end).and(result);
+            let ended = completer.wait_for(&mut posted.pending);
+            result = self.settle(ended, posted, start, end).and(result);
         }
         result
     }
@@ -227,10 +226,10 @@ impl<N: Nic> Batch<N> {
     /// One of the errors of the transfers. Others may still be in flight: poll again.
     pub fn poll(&mut self) -> Result<bool, Error> {
         while let Some((posted, start, end)) = self.posted.last_mut() {
-            let (epoch, start, end) = (posted.epoch, *start, *end);
+            let (start, end) = (*start, *end);
             let Some(completion) = posted.pending.try_wait()? else { return Ok(false) };
-            self.posted.pop();
-            self.settle(Ok(completion), epoch, start, end)?;
+            let (posted, ..) = self.posted.pop().expect("just seen");
+            self.settle(Ok(completion), posted, start, end)?;
         }
         Ok(true)
     }
@@ -239,25 +238,33 @@ impl<N: Nic> Batch<N> {
     pub async fn done(mut self) -> Result<(), Error> {
         let mut result = Ok(());
         while let Some((posted, start, end)) = self.posted.last_mut() {
-            let (epoch, start, end) = (posted.epoch, *start, *end);
+            let (start, end) = (*start, *end);
             // Polled in place: if this future is dropped here, `posted` still contains the part,
             // which is in flight.
-            let ended = (&mut posted.pending).await.map_err(Error::from);
-            self.posted.pop();
-            result = self.settle(ended, epoch, start, end).and(result);
+            let ended = (&mut posted.pending).await;
+            let (posted, ..) = self.posted.pop().expect("just seen");
+            result = self.settle(ended, posted, start, end).and(result);
         }
         result
     }
 
-    /// Handles the completion of a part; reposts the part if it was flushed.
+    /// Handles the completion of a part; reposts the part if it was flushed. A part without a
+    /// completion is abandoned.
     fn settle(
         &mut self,
-        ended: Result<Completion, Error>,
-        epoch: u64,
+        ended: Result<Completion, verbs::Error>,
+        posted: Posted<N>,
         start: usize,
         end: usize,
     ) -> Result<(), Error> {
-        let status = ended?.status;
+        let epoch = posted.epoch;
+        let status = match ended {
+            Ok(completion) => completion.status,
+            Err(error) => {
+                self.pool.abandon(posted, Box::new(self.buffer.clone()));
+                return Err(error.into());
+            }
+        };
         let parts = &self.works[start..end];
         let (group, index) = parts[0].qp;
         let group = self.pool.group(group);

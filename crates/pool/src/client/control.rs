@@ -3,9 +3,11 @@
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use rustix::io::Errno;
 use verbs::{PeerAddress, Qpn, SessionSecret};
 
 use super::ANSWER_TIMEOUT;
@@ -52,6 +54,16 @@ pub trait ControlPlane: Send + Sync {
     fn check_alive(&self) -> Result<(), Error>;
     /// File descriptors that the connection needs.
     fn descriptors(&self) -> Vec<i32>;
+    /// Name of the memory node, for errors.
+    fn name(&self) -> String {
+        "the memory node".to_owned()
+    }
+    /// Time limit for an answer that the memory node does not defer.
+    fn answer_timeout(&self) -> Duration {
+        ANSWER_TIMEOUT
+    }
+    /// Sets the time limit.
+    fn set_answer_timeout(&self, _limit: Duration) {}
 }
 
 /// Maximum number of connection attempts until one is admitted.
@@ -90,8 +102,8 @@ fn connect_again<T>(
 pub struct SocketControl {
     link: Link,
     welcome: NodeHello,
-    /// Time limit for an answer that the memory node does not defer.
-    patience: Duration,
+    /// Time limit for an answer that the memory node does not defer, in milliseconds.
+    patience_ms: AtomicU64,
     /// Path to the memory node's NIC, if it is on another host and this process has a NIC.
     remote_nic: Option<RemoteNic>,
     /// Secret of the NIC session that owns the QPs, if the memory node is on this host.
@@ -132,7 +144,7 @@ impl SocketControl {
 
     /// [`SocketControl::connect`] with a time limit for each answer of the memory node.
     pub fn connect_within(path: &Path, patience: Duration) -> Result<Self, Error> {
-        let link = Link::local(path)?;
+        let link = Link::local(path, patience)?;
         let opened = open(&link, &Opening::pool(), patience);
         let welcome = opened.map_err(|error| greeting_at(path.display(), error))?;
         Ok(Self::new(link, welcome, None, patience))
@@ -188,9 +200,10 @@ impl SocketControl {
         remote_nic: Option<RemoteNic>,
         patience: Duration,
     ) -> Self {
+        let patience_ms = AtomicU64::new(patience.as_millis() as u64);
         let (state, changed) = (Mutex::default(), Condvar::new());
         let (session, start) = (None, OnceLock::new());
-        Self { link, welcome, patience, remote_nic, session, start, state, changed }
+        Self { link, welcome, patience_ms, remote_nic, session, start, state, changed }
     }
 
     /// Address of the QP `qpn` with the initial state `start`.
@@ -226,7 +239,10 @@ impl SocketControl {
 
     fn send(&self, attempt: &str, id: u64, body: Request) -> Result<(), Error> {
         let bytes = protocol::encode(attempt, &Numbered { id, body })?;
-        self.link.send(&bytes).map_err(|e| gone(attempt, e.to_string()))
+        self.link.send(&bytes).map_err(|e| match e {
+            Errno::AGAIN | Errno::TIMEDOUT => silent(attempt, &self.link, self.answer_timeout()),
+            e => gone(attempt, e.to_string()),
+        })
     }
 
     fn reply(&self, attempt: &str, id: u64, deadline: Instant) -> Result<Reply, Error> {
@@ -238,7 +254,7 @@ impl SocketControl {
             state.check(attempt)?;
             let now = Instant::now();
             if now >= deadline {
-                return Err(gone(attempt, "no answer within the time limit".into()));
+                return Err(silent(attempt, &self.link, self.answer_timeout()));
             }
             if state.reading {
                 self.changed.wait_until(&mut state, deadline);
@@ -325,7 +341,7 @@ impl ControlPlane for SocketControl {
         let connect = admission.clone();
         let admission = Admission { connect, session, roce, salt, domain, domain_proof };
         let _ = self.start.set(start);
-        match self.ask(attempt, Request::Admit(Box::new(admission)), self.patience) {
+        match self.ask(attempt, Request::Admit(Box::new(admission)), self.answer_timeout()) {
             Ok(Reply::Admitted(admitted)) => Ok(admitted),
             Ok(other) => Err(unexpected(attempt, other)),
             Err(Error::Gone { why, .. }) if self.link.is_closed() => {
@@ -339,7 +355,7 @@ impl ControlPlane for SocketControl {
         let attempt = "waiting for memory";
         let timeout_ms = timeout.as_micros().div_ceil(1000).min(u64::MAX as u128) as u64;
         let request = Request::AwaitMemory { timeout_ms };
-        match self.ask(attempt, request, timeout.saturating_add(self.patience))? {
+        match self.ask(attempt, request, timeout.saturating_add(self.answer_timeout()))? {
             Reply::Memory { available } => Ok(available),
             other => Err(unexpected(attempt, other)),
         }
@@ -352,7 +368,7 @@ impl ControlPlane for SocketControl {
     fn reset_management(&self) -> Result<Vec<PeerAddress>, Error> {
         let attempt = "re-establishing the management QPs";
         let (salt, start) = self.draw()?;
-        match self.ask(attempt, Request::ResetManagement { salt }, self.patience)? {
+        match self.ask(attempt, Request::ResetManagement { salt }, self.answer_timeout())? {
             Reply::Management { peers } => {
                 Ok(peers.into_iter().map(|qpn| self.peer_from(qpn, start)).collect())
             }
@@ -369,7 +385,7 @@ impl ControlPlane for SocketControl {
         let attempt = "re-establishing an access QP";
         let (salt, start) = self.draw()?;
         let request = Request::ResetAccess { group: group.0, lane: lane.0, salt };
-        match self.ask(attempt, request, self.patience)? {
+        match self.ask(attempt, request, self.answer_timeout())? {
             Reply::Access { peer } => Ok(self.peer_from(peer, start)),
             other => Err(unexpected(attempt, other)),
         }
@@ -377,18 +393,18 @@ impl ControlPlane for SocketControl {
 
     fn status(&self) -> Result<Status, Error> {
         let attempt = "asking for the memory node's state";
-        match self.ask(attempt, Request::Status, self.patience)? {
+        match self.ask(attempt, Request::Status, self.answer_timeout())? {
             Reply::Status(status) => Ok(*status),
             other => Err(unexpected(attempt, other)),
         }
     }
 
     fn audit(&self) -> Result<(), Error> {
-        self.ask("auditing the pool", Request::Audit, self.patience).map(drop)
+        self.ask("auditing the pool", Request::Audit, self.answer_timeout()).map(drop)
     }
 
     fn goodbye(&self) -> Result<(), Error> {
-        self.ask("leaving", Request::Goodbye, self.patience).map(drop)
+        self.ask("leaving", Request::Goodbye, self.answer_timeout()).map(drop)
     }
 
     fn check_alive(&self) -> Result<(), Error> {
@@ -400,6 +416,18 @@ impl ControlPlane for SocketControl {
 
     fn descriptors(&self) -> Vec<i32> {
         vec![self.link.descriptor()]
+    }
+
+    fn name(&self) -> String {
+        self.link.name()
+    }
+
+    fn answer_timeout(&self) -> Duration {
+        Duration::from_millis(self.patience_ms.load(Ordering::Relaxed))
+    }
+
+    fn set_answer_timeout(&self, limit: Duration) {
+        self.patience_ms.store(limit.as_millis() as u64, Ordering::Relaxed);
     }
 }
 
@@ -461,15 +489,15 @@ fn converse(link: &Link, message: &[u8], patience: Duration) -> Result<Vec<u8>, 
 }
 
 fn exchange(link: &Link, message: &[u8], patience: Duration) -> Result<Vec<u8>, Error> {
-    link.send(message).map_err(|e| unheard(e.to_string()))?;
+    link.send(message).map_err(|e| match e {
+        Errno::AGAIN | Errno::TIMEDOUT => silent(GREETING, link, patience),
+        e => unheard(e.to_string()),
+    })?;
     let deadline = Instant::now() + patience;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(unheard(format!(
-                "no answer for {patience:?}; the process that serves this address is stopped \
-                 (SIGSTOP), or is no memory node"
-            )));
+            return Err(silent(GREETING, link, patience));
         }
         let come = link.wait_readable(left).map_err(|e| unheard(e.to_string()))?;
         if come && let Some(bytes) = link.receive().map_err(unheard)? {
@@ -502,6 +530,17 @@ fn gone(attempt: &str, why: String) -> Error {
     Error::Gone { attempt: attempt.into(), why }
 }
 
+fn silent(attempt: &str, link: &Link, patience: Duration) -> Error {
+    let (name, waited) = (link.name(), patience.as_secs_f64());
+    Error::Unanswered {
+        attempt: attempt.into(),
+        why: format!(
+            "{name} has not answered for {waited} s: its process is stopped, or the network is \
+             cut; continue the process, and try again"
+        ),
+    }
+}
+
 fn unexpected(attempt: &str, reply: Reply) -> Error {
     match reply {
         Reply::Error { why } => Error::Refused { attempt: attempt.into(), why },
@@ -530,10 +569,13 @@ mod tests {
             (result, count)
         };
         let held = || Err(Error::NotAdmitted { why: CLOSED.into() });
-        let late = || Err(gone("being admitted", "no answer within the time limit".into()));
+        let late = || {
+            let (attempt, why) = ("being admitted".to_owned(), "it is stopped".to_owned());
+            Err(Error::Unanswered { attempt, why })
+        };
         assert!(matches!(tried(vec![Ok(7)]), (Ok(7), 1)));
         assert!(matches!(tried(vec![held(), held(), Ok(7)]), (Ok(7), 3)));
-        assert!(matches!(tried(vec![held(), late()]), (Err(Error::Gone { .. }), 2)));
+        assert!(matches!(tried(vec![held(), late()]), (Err(Error::Unanswered { .. }), 2)));
         let all = (0..CONNECTIONS).map(|_| held()).collect();
         assert!(matches!(tried(all), (Err(Error::NotAdmitted { .. }), CONNECTIONS)));
     }

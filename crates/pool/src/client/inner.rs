@@ -3,9 +3,10 @@
 use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use verbs::completion::Source;
+use verbs::completion::{Completer, Source};
 use verbs::{CompletionQueue, MemoryRegion, Nic, QpChange, Qpn, QueuePair, Status};
 
 use super::Options;
@@ -56,6 +57,8 @@ pub(super) struct Inner<N: Nic> {
     pub(super) burst: usize,
     /// Number of times that the management QPs were re-established; locked while they are.
     pub(super) repair: Mutex<u64>,
+    /// Number of times that the memory node has not answered a question.
+    pub(super) silences: AtomicU64,
     /// State of the question whether the memory node still answers.
     pub(super) probe: Mutex<ManagementProbe>,
     pub(super) abandoned: Mutex<Vec<Abandoned<N>>>,
@@ -88,7 +91,10 @@ const IDLE_PERIODS: u32 = 10;
 /// State of [`Inner::probe_management`].
 #[derive(Default)]
 pub(super) struct ManagementProbe {
+    /// Periods in which a request waited, since the last answer.
     idle_periods: u32,
+    /// End of the last period.
+    counted: Option<Instant>,
     /// Set while a question is unanswered: the value of `repair` when it was sent.
     asked_at: Option<u64>,
 }
@@ -145,6 +151,8 @@ impl<N: Nic> Inner<N> {
                 self.allocations.fetch_add(1, Ordering::Relaxed);
             }
             Err(Error::OutOfMemory { .. }) => self.note_empty(),
+            // The next request re-establishes the management QPs.
+            Err(Error::Unanswered { .. }) => {}
             Err(_) => self.recover_request().await?,
         }
         result.map(|grant| grant.with_connection(self.connection))
@@ -184,7 +192,7 @@ impl<N: Nic> Inner<N> {
             Ok(()) => {
                 self.frees.fetch_add(1, Ordering::Relaxed);
             }
-            Err(Error::NotYours { .. }) => {}
+            Err(Error::NotYours { .. } | Error::Unanswered { .. }) => {}
             Err(_) => self.recover_request().await?,
         }
         result
@@ -255,14 +263,22 @@ impl<N: Nic> Inner<N> {
         if self.scheme.is_closed() { self.repair_management() } else { Ok(()) }
     }
 
-    /// Re-establishes the management QPs if one of them is broken.
+    /// Re-establishes the management QPs if one of them is broken, or late.
     #[cold]
     pub(super) fn repair_management(&self) -> Result<(), Error> {
-        if self.options.defers_repair && self.scheme.is_broken() {
+        if self.options.defers_repair && (self.scheme.is_late() || self.scheme.is_broken()) {
             return Err(self.unanswered("using the management QPs"));
         }
+        let silences = self.silences.load(Ordering::Relaxed);
         let mut repairs = self.repair.lock();
-        if !self.scheme.is_broken() {
+        if self.scheme.is_late() {
+            // Verbs would wait for a NIC that is stopped. Of threads that wait for the lock, one
+            // asks the memory node.
+            if self.silences.load(Ordering::Relaxed) != silences {
+                return Err(self.unanswered("using the management QPs"));
+            }
+            self.look()?;
+        } else if !self.scheme.is_broken() {
             return Ok(());
         }
         *repairs += 1;
@@ -277,13 +293,7 @@ impl<N: Nic> Inner<N> {
     pub(super) fn reestablish(&self) -> Result<(), Error> {
         self.control.check_alive()?;
         // A memory node that does not answer is asked once, not once for each QP.
-        self.control.status().map_err(|error| match self.control.check_alive() {
-            Ok(()) => Error::Unanswered {
-                attempt: "looking for the memory node".into(),
-                why: "no answer within the time limit: it is stopped, or the network is cut".into(),
-            },
-            Err(_) => error,
-        })?;
+        self.look()?;
         let mut repairs = self.repair.lock();
         *repairs += 1;
         if self.shared {
@@ -302,10 +312,26 @@ impl<N: Nic> Inner<N> {
         self.scheme.connect(&self.control.reset_management()?)
     }
 
+    /// Asks the memory node for an answer over the control connection.
+    fn look(&self) -> Result<(), Error> {
+        let Err(error) = self.control.status() else { return Ok(()) };
+        self.silences.fetch_add(1, Ordering::Relaxed);
+        Err(error)
+    }
+
     /// The error of an operation on QPs that are not re-established yet.
     fn unanswered(&self, attempt: &str) -> Error {
-        let why = "the memory node has not answered; re-establish the connection".to_owned();
+        let why = format!("{} has not answered; re-establish the connection", self.control.name());
         Error::Unanswered { attempt: attempt.to_owned(), why }
+    }
+
+    /// Sets the time limit of all waits for the memory node.
+    pub(super) fn set_answer_timeout(&self, limit: Duration) {
+        self.control.set_answer_timeout(limit);
+        let name = self.control.name();
+        let of_groups = self.groups.iter().flat_map(|group| &group.paths).map(Path::completer);
+        of_groups.for_each(|completer| completer.set_limit(limit, &name));
+        self.scheme.set_limit(limit, &name);
     }
 
     /// Checks the management connection after a request has waited for a while without a
@@ -320,12 +346,24 @@ impl<N: Nic> Inner<N> {
         let Some(mut probe) = self.probe.try_lock() else { return };
         // If another thread holds the lock, it is re-establishing the QPs now.
         let Some(repairs) = self.repair.try_lock() else { return };
-        if probe.idle_periods < IDLE_PERIODS {
-            probe.idle_periods += 1;
+        let now = Instant::now();
+        if probe.counted.is_some_and(|at| now.duration_since(at) < Completer::<N::Cq>::IDLE) {
+            return;
+        }
+        probe.counted = Some(now);
+        probe.idle_periods += 1;
+        if probe.idle_periods <= IDLE_PERIODS {
             return;
         }
         let asked_at = *probe.asked_at.get_or_insert(*repairs);
-        let Some(open) = self.control.management_is_open() else { return };
+        let Some(open) = self.control.management_is_open() else {
+            let unanswered = Completer::<N::Cq>::IDLE * (probe.idle_periods - IDLE_PERIODS);
+            if unanswered >= self.control.answer_timeout() {
+                self.scheme.set_peer_silent(true);
+            }
+            return;
+        };
+        self.scheme.set_peer_silent(false);
         *probe = ManagementProbe::default();
         if !open && asked_at == *repairs {
             // A QP that cannot be taken to Error is in Reset and has nothing in flight.
@@ -455,11 +493,8 @@ impl<N: Nic> Inner<N> {
 }
 
 fn has_ended<N: Nic>(posted: &mut Posted<N>) -> bool {
-    use std::future::Future;
-    use std::pin::Pin;
-    use std::task::{Context, Waker};
-    let cx = &mut Context::from_waker(Waker::noop());
-    Pin::new(&mut posted.pending).poll(cx).is_ready()
+    // An error means that the NIC is gone.
+    !matches!(posted.pending.try_wait(), Ok(None))
 }
 
 impl<N: Nic> Drop for Inner<N> {

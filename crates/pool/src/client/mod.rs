@@ -88,8 +88,8 @@ pub struct Options {
     /// The QPs of all lanes but the first complete to a CQ of their own, so that they can be lent
     /// to another process ([`Pool::lend_lanes`]).
     pub is_lendable: bool,
-    /// Time within which the memory node answers a request over the control connection, 1 ms to one
-    /// hour. Afterwards the call that waits for the answer ends with [`Error::Gone`].
+    /// Time within which the memory node answers, 1 ms to one hour. Afterwards a call that waits
+    /// for it ends with [`Error::Unanswered`]: an access or a request after at least one second.
     pub answer_timeout: Duration,
     /// Operations that fail because the memory node does not answer re-establish nothing, and so
     /// never block: all operations fail from then on, until [`Pool::reestablish`] succeeds. For
@@ -112,13 +112,17 @@ pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 impl Options {
     /// Checks the options that no other part checks.
     pub(crate) fn validate(&self) -> Result<(), Error> {
-        scheme::require(
-            (Duration::from_millis(1)..=Duration::from_secs(3600)).contains(&self.answer_timeout),
-            "answer_timeout",
-            self.answer_timeout.as_millis(),
-            "must be 1 ms to one hour",
-        )
+        check_answer_timeout(self.answer_timeout)
     }
+}
+
+fn check_answer_timeout(limit: Duration) -> Result<(), Error> {
+    scheme::require(
+        (Duration::from_millis(1)..=Duration::from_secs(3600)).contains(&limit),
+        "answer_timeout",
+        limit.as_millis(),
+        "must be 1 ms to one hour",
+    )
 }
 
 impl Default for Options {
@@ -232,7 +236,10 @@ impl<N: Nic> Pool<N> {
     /// unusable; drop them.
     pub fn reconnect(&self) -> Result<Self, Error> {
         match &self.inner.reconnect {
-            Some(again) => again(self.inner.options.clone()),
+            Some(again) => again(Options {
+                answer_timeout: self.inner.control.answer_timeout(),
+                ..self.inner.options.clone()
+            }),
             None => Err(Error::Setting {
                 setting: "reconnect",
                 value: "a pool over a NIC that the caller supplied".into(),
@@ -249,6 +256,16 @@ impl<N: Nic> Pool<N> {
     /// [`Error::Gone`] if the connection has ended, or the memory node still does not answer.
     pub fn reestablish(&self) -> Result<(), Error> {
         self.inner.reestablish()
+    }
+
+    /// Sets [`Options::answer_timeout`], also for calls that wait now.
+    ///
+    /// # Errors
+    /// [`Error::Setting`] if the time is not 1 ms to one hour.
+    pub fn set_answer_timeout(&self, limit: Duration) -> Result<(), Error> {
+        check_answer_timeout(limit)?;
+        self.inner.set_answer_timeout(limit);
+        Ok(())
     }
 
     /// [`Options::defers_repair`] of this pool.
@@ -328,6 +345,7 @@ impl<N: Nic> Pool<N> {
             options,
             reconnect,
             repair: Mutex::default(),
+            silences: AtomicU64::new(0),
             probe: Mutex::default(),
             abandoned: Mutex::new(Vec::new()),
             allocations: AtomicU64::new(0),
@@ -339,6 +357,7 @@ impl<N: Nic> Pool<N> {
             control,
         };
         inner.connect()?;
+        inner.set_answer_timeout(inner.options.answer_timeout);
         let inner = Arc::new(inner);
         let pool = Arc::downgrade(&inner);
         inner.restorer.set_pool(pool.clone());

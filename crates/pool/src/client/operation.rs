@@ -73,11 +73,13 @@ impl<'a, N: Nic> Operation<'a, N> {
     #[inline]
     pub(super) fn finish(&mut self) -> Result<(), Error> {
         loop {
-            let Some(Posted { pending, epoch }) = self.posted.take() else {
+            let completer = self.group().path(self.index).completer();
+            let Some(Posted { pending, epoch }) = &mut self.posted else {
                 unreachable!("waited for an operation that has ended")
             };
-            let completer = self.group().path(self.index).completer();
-            let completion = completer.wait(pending)?;
+            // After an error the operation may be in flight: dropping it abandons it.
+            let (completion, epoch) = (completer.wait_for(pending)?, *epoch);
+            self.posted = None;
             if self.ended(&completion, epoch)? {
                 return Ok(());
             }
@@ -123,11 +125,13 @@ impl<N: Nic> Future for Operation<'_, N> {
             let posted = this.posted.as_mut().expect("polled after completion");
             let completion = match Pin::new(&mut posted.pending).poll(cx) {
                 Poll::Pending => return Poll::Pending,
-                Poll::Ready(completion) => completion,
+                // The operation may be in flight: dropping it abandons it.
+                Poll::Ready(Err(e)) => return Poll::Ready(Err(e.into())),
+                Poll::Ready(Ok(completion)) => completion,
             };
             let epoch = posted.epoch;
             this.posted = None;
-            match completion.map_err(Error::from).and_then(|c| this.ended(&c, epoch)) {
+            match this.ended(&completion, epoch) {
                 Ok(true) => return Poll::Ready(Ok(())),
                 Ok(false) => {}
                 Err(e) => return Poll::Ready(Err(e)),

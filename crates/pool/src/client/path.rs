@@ -47,6 +47,9 @@ use super::access_qp::{AccessQp, Work};
 use super::control::ControlPlane;
 use crate::Error;
 
+/// Attempts to find room in a full send queue before the thread sleeps in between.
+const YIELDS: u32 = 1000;
+
 /// Maximum number of spare QPs of a lane.
 pub(super) const SPARES_MAX: u32 = 3;
 
@@ -172,7 +175,7 @@ impl<N: Nic> Path<N> {
         &self,
         works: impl ExactSizeIterator<Item = &'a Work<'a>> + Clone,
     ) -> Result<Posted<N>, Error> {
-        let mut tries = 0;
+        let (mut tries, mut waited) = (0, Duration::ZERO);
         loop {
             let state = self.state.read();
             let access_qp = &self.qps[state.active as usize];
@@ -181,23 +184,21 @@ impl<N: Nic> Path<N> {
                 Err(VerbsError::QueueFull { .. }) => drop(state),
                 Err(e) => return Err(e.into()),
             }
-            self.make_room(&mut tries)?;
+            self.make_room(&mut tries, &mut waited)?;
         }
     }
 
     /// Frees room in the send queue by polling completions, also those of other threads.
     #[cold]
-    fn make_room(&self, tries: &mut u32) -> Result<(), Error> {
-        if self.completer.poll() > 0 {
-            *tries = 0;
-            return Ok(());
-        }
+    fn make_room(&self, tries: &mut u32, waited: &mut Duration) -> Result<(), Error> {
         *tries += 1;
-        if *tries < 1000 && !N::Cq::VIRTUAL {
-            std::thread::yield_now();
+        if *tries >= YIELDS || N::Cq::VIRTUAL {
+            return Ok(self.completer.make_room(waited)?);
+        }
+        if self.completer.poll() > 0 {
+            (*tries, *waited) = (0, Duration::ZERO);
         } else {
-            // Another thread is polling, or the NIC has exited, which `wait` reports.
-            self.completer.cq().wait(Duration::from_millis(200))?;
+            std::thread::yield_now();
         }
         Ok(())
     }

@@ -13,7 +13,7 @@
 //! ```
 
 use smallvec::SmallVec;
-use verbs::completion::{LIST_MAX, position};
+use verbs::completion::{Completer, LIST_MAX, position};
 use verbs::executor::block_on;
 use verbs::{Completion, Nic, Status};
 
@@ -125,11 +125,11 @@ impl<N: Nic> Pool<N> {
         }
         let Some(mut list) = List::post(&self.inner, lane, steps)? else { return Ok(()) };
         while let Some(posted) = &mut list.posted {
-            // Polled in place: if this future is dropped here, `posted` still contains the list,
-            // which is in flight.
-            let (ended, epoch) = ((&mut posted.pending).await, posted.epoch);
+            // Polled in place: if this future is dropped here, or the wait ends with an error,
+            // `posted` still contains the list, which is in flight.
+            let (ended, epoch) = ((&mut posted.pending).await?, posted.epoch);
             list.posted = None;
-            list.settle(&ended?, epoch)?;
+            list.settle(&ended, epoch)?;
         }
         Ok(())
     }
@@ -140,8 +140,11 @@ impl<N: Nic> Pool<N> {
             return block_on(self.run_by_rpc(lane, steps));
         }
         let Some(mut list) = List::post(&self.inner, lane, steps)? else { return Ok(()) };
-        while let Some(Posted { pending, epoch }) = list.posted.take() {
-            list.settle(&pending.wait()?, epoch)?;
+        let completer = list.completer();
+        while let Some(posted) = &mut list.posted {
+            let (ended, epoch) = (completer.wait_for(&mut posted.pending)?, posted.epoch);
+            list.posted = None;
+            list.settle(&ended, epoch)?;
         }
         Ok(())
     }
@@ -177,6 +180,10 @@ impl<'p, 's, N: Nic> List<'p, 's, N> {
         let mut list = Self { pool, qp, lane, steps, bounce, posted: None, done: 0, tries: 0 };
         list.post_rest()?;
         Ok(Some(list))
+    }
+
+    fn completer(&self) -> &'p Completer<N::Cq> {
+        self.pool.group(self.qp.0).path(self.qp.1).completer()
     }
 
     /// Posts the steps that have not taken effect.

@@ -5,7 +5,7 @@
 
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -26,7 +26,7 @@ const ROOM: Duration = Duration::from_secs(30);
 /// The compute node's end of a control connection.
 pub enum Link {
     /// To a memory node on this host: `SOCK_SEQPACKET`, which preserves message boundaries.
-    Local(OwnedFd),
+    Local(OwnedFd, PathBuf),
     /// To a memory node on another host.
     Remote(RemoteLink),
 }
@@ -46,9 +46,10 @@ pub struct RemoteLink {
 pub const CLOSED: &str = "its process has closed the connection";
 
 impl Link {
-    /// Connects to the memory node that serves the socket at `path`.
-    pub fn local(path: &Path) -> Result<Self, Error> {
-        socket::connect(path).map(Self::Local)
+    /// Connects to the memory node that serves the socket at `path`. The connection, and each
+    /// message for which there is no room, has the time limit `limit`.
+    pub fn local(path: &Path, limit: Duration) -> Result<Self, Error> {
+        Ok(Self::Local(socket::connect_within(path, limit)?, path.to_owned()))
     }
 
     /// Connects to a memory node on another host: to the first of its addresses that accepts.
@@ -74,7 +75,7 @@ impl Link {
     /// Sends a message.
     pub fn send(&self, message: &[u8]) -> Result<(), Errno> {
         match self {
-            Link::Local(fd) => socket::send(fd, message, &[]),
+            Link::Local(fd, _) => socket::send(fd, message, &[]),
             Link::Remote(link) => link.send(message),
         }
     }
@@ -83,7 +84,7 @@ impl Link {
     /// message can arrive.
     pub fn receive(&self) -> Result<Option<Vec<u8>>, String> {
         match self {
-            Link::Local(fd) => match socket::receive(fd) {
+            Link::Local(fd, _) => match socket::receive(fd) {
                 Ok(None) => Err(CLOSED.into()),
                 Ok(Some(packet)) => Ok(Some(packet.bytes)),
                 Err(e) => Err(format!("reading the memory node's answer: {e}")),
@@ -112,7 +113,7 @@ impl Link {
     /// Ends the connection if the memory node is unreachable for `time`. Of no effect on this host.
     pub fn keep_for(&self, time: Duration) -> Result<(), Errno> {
         match self {
-            Link::Local(_) => Ok(()),
+            Link::Local(..) => Ok(()),
             Link::Remote(link) => set_keepalive(&link.stream, time),
         }
     }
@@ -125,8 +126,16 @@ impl Link {
     /// The TCP connection, if the memory node is on another host.
     pub fn as_remote(&self) -> Option<&RemoteLink> {
         match self {
-            Link::Local(_) => None,
+            Link::Local(..) => None,
             Link::Remote(link) => Some(link),
+        }
+    }
+
+    /// Name of the memory node, for errors.
+    pub fn name(&self) -> String {
+        match self {
+            Link::Local(_, path) => format!("the memory node at {}", path.display()),
+            Link::Remote(link) => format!("the memory node at {}", link.peer),
         }
     }
 
@@ -139,7 +148,7 @@ impl Link {
 impl AsFd for Link {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
-            Link::Local(fd) => fd.as_fd(),
+            Link::Local(fd, _) => fd.as_fd(),
             Link::Remote(link) => link.stream.as_fd(),
         }
     }
@@ -206,6 +215,6 @@ mod tests {
         let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
         let (here, _there) = net::socketpair(AddressFamily::UNIX, kind, flags, None).unwrap();
         let number = here.as_raw_fd();
-        assert_eq!(Link::Local(here).descriptor(), number);
+        assert_eq!(Link::Local(here, PathBuf::new()).descriptor(), number);
     }
 }

@@ -545,6 +545,10 @@ fn system(attempt: &'static str) -> impl Fn(PortError) -> Error {
             Error::System { attempt: format!("{attempt}: {call}"), source }
         }
         PortError::Gone { why } => Error::Gone { attempt: attempt.to_string(), why },
+        PortError::Unanswered { waited } => {
+            let (attempt, peer) = (attempt.to_string(), "the NIC".to_string());
+            Error::Unanswered { attempt, peer, waited }
+        }
         e => Error::Refused { verb: attempt, why: e.to_string() },
     }
 }

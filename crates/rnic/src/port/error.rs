@@ -40,6 +40,12 @@ pub enum Error {
         /// The system's error.
         source: io::Error,
     },
+    /// The process that runs the NIC has not responded in time, and may respond later.
+    #[error("the NIC has not responded for {} s", waited.as_secs())]
+    Unanswered {
+        /// The time limit.
+        waited: std::time::Duration,
+    },
     /// The thread or process that runs the NIC has ended.
     #[error("the NIC is gone: {why}")]
     Gone {

@@ -15,8 +15,12 @@
 //! writes the buffers of the work request. The buffers must stay registered until the completion
 //! has arrived or the queue pair is in the error state or reset. The slot stays reserved until
 //! then.
+//!
+//! A wait may have a time limit ([`Completer::set_limit`]): then it ends with
+//! [`Error::Unanswered`], and the operation is in flight as before.
 
 pub(crate) mod reactor;
+mod silence;
 mod slab;
 mod sleep;
 
@@ -29,6 +33,7 @@ use std::thread::Thread;
 use std::time::Duration;
 
 use reactor::{Reactor, ThreadWaker};
+use silence::Silence;
 use slab::{Filled, Slab, SlotId};
 use sleep::Sleepers;
 
@@ -65,6 +70,7 @@ struct Inner<C> {
     cq: C,
     slab: Slab,
     sleepers: Sleepers,
+    silence: Silence,
     /// Number of slots with a waker.
     watched: AtomicUsize,
     /// Why the NIC is considered gone.
@@ -86,12 +92,17 @@ pub type WhenFailed = Arc<dyn Fn(&Completion) + Send + Sync>;
 /// A posted operation.
 ///
 /// It ends with its completion, whose status may be an error of the operation, or with
-/// [`Error::Gone`] if the NIC is gone.
+/// [`Error::Gone`] if the NIC is gone. A wait for it may also end with [`Error::Unanswered`]; then
+/// it can be waited for again.
 #[must_use = "an operation that is dropped may still move data"]
 pub struct Pending<C: CompletionQueue> {
     completer: Arc<Inner<C>>,
     /// `None` once the completion has been taken.
     slot: Option<SlotId>,
+    /// Period in which it was posted.
+    since: u32,
+    /// Waits for it have no time limit.
+    is_endless: bool,
 }
 
 impl<C: CompletionQueue> Clone for Completer<C> {
@@ -107,6 +118,7 @@ impl<C: CompletionQueue> Completer<C> {
             cq,
             slab: Slab::new(),
             sleepers: Sleepers::default(),
+            silence: Silence::default(),
             watched: AtomicUsize::new(0),
             gone: OnceLock::new(),
             driver: OnceLock::new(),
@@ -127,12 +139,35 @@ impl<C: CompletionQueue> Completer<C> {
     /// with its first completion: the last request's, or that of the first request that failed.
     #[inline]
     pub fn submit(&self, post: impl FnOnce(u64) -> Result<(), Error>) -> Result<Pending<C>, Error> {
+        self.submit_as(false, post)
+    }
+
+    /// Like [`Completer::submit`], for an operation that ends when the peer's program acts, such as
+    /// a receive: waits for it have no time limit.
+    #[inline]
+    pub fn submit_endless(
+        &self,
+        post: impl FnOnce(u64) -> Result<(), Error>,
+    ) -> Result<Pending<C>, Error> {
+        self.submit_as(true, post)
+    }
+
+    #[inline]
+    fn submit_as(
+        &self,
+        is_endless: bool,
+        post: impl FnOnce(u64) -> Result<(), Error>,
+    ) -> Result<Pending<C>, Error> {
         self.0.check_gone()?;
         let slot = self.0.slab.claim().ok_or_else(|| Error::BadRequest {
             what: "too many operations are in flight; wait for their completions first".to_string(),
         })?;
+        let since = self.0.silence.now();
         match post(slot.0) {
-            Ok(()) => Ok(Pending { completer: self.0.clone(), slot: Some(slot) }),
+            Ok(()) => {
+                let completer = self.0.clone();
+                Ok(Pending { completer, slot: Some(slot), since, is_endless })
+            }
             Err(e) => {
                 self.0.slab.unclaim(slot);
                 Err(e)
@@ -141,8 +176,15 @@ impl<C: CompletionQueue> Completer<C> {
     }
 
     /// Waits for an operation: polls for a while, then sleeps until the completion has arrived.
+    /// Abandons the operation if the wait ends otherwise.
     #[inline]
     pub fn wait(&self, mut pending: Pending<C>) -> Result<Completion, Error> {
+        self.wait_for(&mut pending)
+    }
+
+    /// Like [`Completer::wait`], without abandoning the operation.
+    #[inline]
+    pub fn wait_for(&self, pending: &mut Pending<C>) -> Result<Completion, Error> {
         assert!(
             Arc::ptr_eq(&self.0, &pending.completer),
             "the operation belongs to another completer"
@@ -162,7 +204,7 @@ impl<C: CompletionQueue> Completer<C> {
     }
 
     #[cold]
-    fn wait_asleep(&self, mut pending: Pending<C>) -> Result<Completion, Error> {
+    fn wait_asleep(&self, pending: &mut Pending<C>) -> Result<Completion, Error> {
         let inner = &self.0;
         let slot = pending.slot.expect("a pending operation");
         if C::VIRTUAL {
@@ -170,19 +212,16 @@ impl<C: CompletionQueue> Completer<C> {
         }
         let waker = Waker::from(ThreadWaker::current());
         if inner.watch(slot, &waker) {
-            let done = || inner.slab.is_done(slot) || inner.gone.get().is_some();
-            inner.clone().sleep_until(&done)?;
+            let ended = || inner.slab.is_done(slot) || inner.gone.get().is_some();
+            inner.clone().sleep_until(&|| ended() || pending.is_late())?;
         }
         match pending.take() {
             Some(completion) => Ok(completion),
-            None => inner.check_gone().and(Err(Error::Gone {
-                attempt: "waiting for a completion".to_string(),
-                why: "no reason is known".to_string(),
-            })),
+            None => inner.check_gone().and(Err(inner.silence.error())),
         }
     }
 
-    fn wait_virtually(&self, mut pending: Pending<C>) -> Result<Completion, Error> {
+    fn wait_virtually(&self, pending: &mut Pending<C>) -> Result<Completion, Error> {
         loop {
             if let Some(completion) = pending.take() {
                 return Ok(completion);
@@ -190,6 +229,45 @@ impl<C: CompletionQueue> Completer<C> {
             if self.0.poll() == 0 {
                 self.0.cq.wait_unless(Duration::MAX, &|| false)?;
             }
+        }
+    }
+
+    /// Sets the time limit of all waits, at least one second, and the peer's name for
+    /// [`Error::Unanswered`].
+    ///
+    /// A wait ends if, for this time, it waited and no completion arrived here. Only the first name
+    /// is kept. With virtual time no wait ends so.
+    pub fn set_limit(&self, limit: Duration, peer: &str) {
+        if !C::VIRTUAL {
+            self.0.silence.set_limit(limit, peer);
+        }
+    }
+
+    /// Notes that the peer leaves a question without an answer, for the time limit at least, or
+    /// answers again. Waits that are older than the limit end then, whatever else completes.
+    pub fn set_peer_silent(&self, is_silent: bool) {
+        self.0.silence.set_peer_silent(is_silent);
+    }
+
+    /// Polls to free room in a full send queue, or sleeps for a short time. `waited` counts the
+    /// time in vain, and begins at 0.
+    ///
+    /// # Errors
+    /// [`Error::Unanswered`] after the time limit, and [`Error::Gone`].
+    #[cold]
+    pub fn make_room(&self, waited: &mut Duration) -> Result<(), Error> {
+        const TURN: Duration = Duration::from_millis(100);
+        if self.0.poll() > 0 {
+            *waited = Duration::ZERO;
+            return Ok(());
+        }
+        // Another thread is polling, or the NIC has exited, which `wait` reports.
+        if !self.0.cq.wait(TURN)? && !C::VIRTUAL {
+            *waited += TURN;
+        }
+        match self.0.silence.limit().is_some_and(|limit| *waited >= limit) {
+            true => Err(self.0.silence.error()),
+            false => Ok(()),
         }
     }
 
@@ -263,6 +341,9 @@ impl<C: CompletionQueue> Inner<C> {
     fn poll(&self) -> usize {
         let mut batch = [Completion::EMPTY; BATCH];
         let count = self.cq.poll(&mut batch);
+        if count > 0 {
+            self.silence.end();
+        }
         for completion in &batch[..count] {
             if completion.status != Status::Success {
                 self.failed(completion);
@@ -327,6 +408,12 @@ impl<C: CompletionQueue> Reactor for Inner<C> {
     }
 
     fn idle(&self) {
+        if !self.silence.count() {
+            return;
+        }
+        if self.silence.is_over() {
+            self.slab.wake_all();
+        }
         if let Some(callback) = self.idle.get() {
             callback();
         }
@@ -396,8 +483,28 @@ impl<C: CompletionQueue> Pending<C> {
         Some(completion)
     }
 
+    /// True if the operation has no completion and a wait for it ends with [`Error::Unanswered`].
+    #[inline]
+    pub fn is_late(&self) -> bool {
+        let inner = &self.completer;
+        let is_over = !self.is_endless && inner.silence.is_over_since(self.since);
+        is_over && self.slot.is_some_and(|slot| !inner.slab.is_done(slot))
+    }
+
+    /// True if the answer of the peer's program to this operation, a SEND, is late: the SEND itself
+    /// is late, or the peer is silent ([`Completer::set_peer_silent`]).
+    #[inline]
+    pub fn is_unanswered(&self) -> bool {
+        self.is_late() || self.completer.silence.is_peer_late(self.since)
+    }
+
+    /// The error of a wait for this operation that has lasted too long.
+    pub fn late(&self) -> Error {
+        self.completer.silence.error()
+    }
+
     /// Polls once on behalf of all waiters, and returns the completion if it has arrived. Makes no
-    /// system call.
+    /// system call, and has no time limit.
     ///
     /// # Errors
     /// [`Error::Gone`] if the NIC is gone and the completion will not arrive.
@@ -432,6 +539,9 @@ impl<C: CompletionQueue> Future for Pending<C> {
         }
         if let Err(e) = self.completer.check_gone() {
             return Poll::Ready(Err(e));
+        }
+        if self.is_late() {
+            return Poll::Ready(Err(self.late()));
         }
         if C::VIRTUAL {
             self.completer.cq.leave_waker(cx.waker());

@@ -5,10 +5,11 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
 use super::super::control::{Reply, Verb};
@@ -22,8 +23,11 @@ use super::sharing;
 use super::socket::{self, Packet};
 use verbs::{DmaMemory, SessionSecret};
 
-/// Time without a response after which the host is considered dead.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+/// Time without a response after which a verb fails. (In unit tests a host that does not respond is
+/// waited for.)
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 5 } else { 30 });
+/// Time limit of the verbs after that one, until the host responds again.
+const SILENT_TIMEOUT: Duration = Duration::from_millis(10);
 
 /// Number of doorbells for which a client allocates its doorbell page: two pages. The host may
 /// allow fewer.
@@ -50,7 +54,7 @@ pub struct Raw<'a> {
 
 struct Inner {
     /// One request at a time.
-    socket: Mutex<OwnedFd>,
+    socket: Mutex<Session>,
     /// A duplicate of the socket, polled without the lock to detect the end of the host.
     watched: OwnedFd,
     secret: SessionSecret,
@@ -61,6 +65,13 @@ struct Inner {
     arena: OnceLock<Arena>,
     /// The reason, once the host is considered gone.
     gone: OnceLock<String>,
+}
+
+/// The session's socket.
+struct Session {
+    socket: OwnedFd,
+    /// Responses to requests that have failed without one. They precede that of the next request.
+    overdue: u32,
 }
 
 #[derive(Clone, Copy)]
@@ -88,6 +99,9 @@ impl Attached {
         let socket =
             rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
                 .map_err(&system)?;
+        // A host that is stopped accepts no connection when its queue is full.
+        sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(ANSWER_TIMEOUT))
+            .map_err(&system)?;
         rustix::net::connect(&socket, &address).map_err(&system)?;
         Ok(socket)
     }
@@ -109,13 +123,11 @@ impl Attached {
 
     fn open_with(socket: OwnedFd, page: Shareable) -> Result<Self, Error> {
         let Shareable { file: page, memory } = page;
-        let timeout = Some(ANSWER_TIMEOUT);
-        sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, timeout)
-            .map_err(Error::system("setting the timeout of the NIC's socket"))?;
         socket::send(&socket, SERVICE.as_bytes(), &[])
             .map_err(Error::system("naming the service to the NIC's process"))?;
         let hello = Request::Hello { version: VERSION, bytes: memory.len() as u64 };
-        let (response, descriptors) = exchange(&socket, &hello, Some(&page)).map_err(gone)?;
+        let mut session = Session::new(socket);
+        let (response, descriptors) = session.exchange(&hello, Some(&page))?;
         let (doorbells, secret) = match response {
             Response::Welcome { doorbells, secret, .. } => (doorbells, secret),
             Response::Error(why) => return Err(Error::Refused { why }),
@@ -130,11 +142,12 @@ impl Attached {
                 format!("the welcome names {doorbells} doorbells, too many for {bytes} bytes");
             return Err(Error::Protocol { what });
         }
-        let watched = socket
+        let watched = session
+            .socket
             .try_clone()
             .map_err(|source| Error::System { attempt: "duplicating the NIC's socket", source })?;
         Ok(Self(Arc::new(Inner {
-            socket: Mutex::new(socket),
+            socket: Mutex::new(session),
             watched,
             secret,
             page: Arc::new(DoorbellPage { memory, slots: doorbells, wake, driver: None }),
@@ -239,7 +252,7 @@ impl Attached {
     /// Descriptors that the data path and the verbs need, for a thread that has its own descriptor
     /// table.
     pub fn descriptors(&self) -> Vec<RawFd> {
-        let socket = self.0.socket.lock().as_raw_fd();
+        let socket = self.0.socket.lock().socket.as_raw_fd();
         vec![socket, self.0.watched.as_raw_fd(), self.0.page.wake.as_raw_fd()]
     }
 
@@ -267,18 +280,19 @@ impl Inner {
     /// Sends a request and waits for its response. Fails if the host rejects the request or is
     /// gone.
     fn ask(&self, request: &Request, descriptor: Option<&OwnedFd>) -> Result<Response, Error> {
-        let socket = self.socket.lock();
+        let mut session = self.socket.lock();
         if let Some(why) = self.gone.get() {
             return Err(gone(why.clone()));
         }
-        match exchange(&socket, request, descriptor) {
-            Ok((Response::Error(why), _)) => Err(Error::Refused { why }),
-            Ok((response, _)) => Ok(response),
-            Err(why) => {
-                // After a failed exchange, requests and responses may be out of step: send no more.
+        let (response, _) = session.exchange(request, descriptor).inspect_err(|error| {
+            // Requests and responses may be out of step: send no more.
+            if let Error::Gone { why } = error {
                 let _ = self.gone.set(why.clone());
-                Err(gone(why))
             }
+        })?;
+        match response {
+            Response::Error(why) => Err(Error::Refused { why }),
+            response => Ok(response),
         }
     }
 
@@ -331,27 +345,61 @@ impl Drop for Owner {
     }
 }
 
-/// Sends one request and receives its response. An error is the reason why the host is considered
-/// gone.
-fn exchange(
-    socket: &OwnedFd,
-    request: &Request,
-    descriptor: Option<&OwnedFd>,
-) -> Result<(Response, Vec<OwnedFd>), String> {
-    let bytes = serde_json::to_vec(request).expect("a request is plain data");
-    let fds: Vec<_> = descriptor.iter().map(|fd| fd.as_fd()).collect();
-    socket::send(socket, &bytes, &fds).map_err(|e| format!("sending a request: {e}"))?;
-    let Packet { bytes, descriptors } = match socket::receive(socket) {
-        Ok(Some(packet)) => packet,
-        Ok(None) => return Err("its process has closed the connection".to_string()),
-        Err(rustix::io::Errno::AGAIN) => {
-            return Err(format!("its process did not respond for {} s", ANSWER_TIMEOUT.as_secs()));
+impl Session {
+    fn new(socket: OwnedFd) -> Self {
+        Self { socket, overdue: 0 }
+    }
+
+    /// Sends one request and receives its response.
+    ///
+    /// # Errors
+    /// [`Error::Unanswered`] if the host does not respond in time, and [`Error::Gone`] with the
+    /// reason why the host is considered gone.
+    fn exchange(
+        &mut self,
+        request: &Request,
+        descriptor: Option<&OwnedFd>,
+    ) -> Result<(Response, Vec<OwnedFd>), Error> {
+        while self.overdue > 0 {
+            // The caller of that request has got an error: its descriptors are closed.
+            self.receive(SILENT_TIMEOUT)?;
+            self.overdue -= 1;
         }
-        Err(e) => return Err(format!("receiving its response: {e}")),
-    };
-    let response =
-        serde_json::from_slice(&bytes).map_err(|e| format!("its response is malformed: {e}"))?;
-    Ok((response, descriptors))
+        let bytes = serde_json::to_vec(request).expect("a request is plain data");
+        let fds: Vec<_> = descriptor.iter().map(|fd| fd.as_fd()).collect();
+        socket::send(&self.socket, &bytes, &fds)
+            .map_err(|e| gone(format!("sending a request: {e}")))?;
+        let packet = self.receive(ANSWER_TIMEOUT).inspect_err(|error| {
+            self.overdue += u32::from(matches!(error, Error::Unanswered { .. }));
+        });
+        let Packet { bytes, descriptors } = packet?;
+        let response = serde_json::from_slice(&bytes)
+            .map_err(|e| gone(format!("its response is malformed: {e}")))?;
+        Ok((response, descriptors))
+    }
+
+    fn receive(&self, limit: Duration) -> Result<Packet, Error> {
+        let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
+        let deadline = Instant::now() + limit;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let left = rustix::event::Timespec {
+                tv_sec: left.as_secs() as i64,
+                tv_nsec: left.subsec_nanos().into(),
+            };
+            match rustix::event::poll(&mut fds, Some(&left)) {
+                Ok(0) => return Err(Error::Unanswered { waited: ANSWER_TIMEOUT }),
+                Err(Errno::INTR) => {}
+                // An error is that of the receive.
+                _ => break,
+            }
+        }
+        match socket::receive(&self.socket) {
+            Ok(Some(packet)) => Ok(packet),
+            Ok(None) => Err(gone("its process has closed the connection".to_string())),
+            Err(e) => Err(gone(format!("receiving its response: {e}"))),
+        }
+    }
 }
 
 fn gone(why: String) -> Error {

@@ -70,8 +70,11 @@ fn client_lists_its_descriptors() {
     let (opened, _host) = open(welcome(1), 1);
     let f = opened.unwrap();
     let inner = &f.0;
-    let needed =
-        [inner.socket.lock().as_raw_fd(), inner.watched.as_raw_fd(), inner.page.wake.as_raw_fd()];
+    let needed = [
+        inner.socket.lock().socket.as_raw_fd(),
+        inner.watched.as_raw_fd(),
+        inner.page.wake.as_raw_fd(),
+    ];
     for named in [f.descriptors(), Function::Attached(f.clone()).descriptors()] {
         assert_eq!(named, needed);
     }
@@ -150,6 +153,37 @@ fn posted_receive_wakes_a_nic_that_waits_for_one() {
             assert_eq!(read.is_ok(), wakes, "asleep at level {depth}");
         }
     }
+}
+
+/// The host is stopped for longer than the time limit, and then answers the requests of before.
+#[test]
+fn client_goes_on_with_a_host_that_was_silent() {
+    let (opened, host) = open(welcome(1), 1);
+    let f = opened.unwrap();
+    let is_late = |result: Result<Reply, Error>| matches!(result, Err(Error::Unanswered { .. }));
+    assert!(is_late(f.execute(Verb::AllocPd)));
+    // The next verbs send nothing, and wait for the overdue response only.
+    for _ in 0..8 {
+        assert!(is_late(f.execute(Verb::AllocPd)));
+    }
+    assert!(f.check_alive().is_ok());
+    let hosting = std::thread::spawn(move || {
+        for memory in [7, 8] {
+            let request = socket::receive(&host).unwrap().unwrap();
+            assert!(request.descriptors.is_empty());
+            let answer = serde_json::to_vec(&Response::Memory(memory)).unwrap();
+            socket::send(&host, &answer, &[]).unwrap();
+        }
+        host
+    });
+    let answer = loop {
+        match f.0.ask(&Request::RemoveMemory { memory: 1 }, None) {
+            Err(Error::Unanswered { .. }) => {}
+            answer => break answer.unwrap(),
+        }
+    };
+    assert!(matches!(answer, Response::Memory(8)), "the response to an earlier request");
+    hosting.join().unwrap();
 }
 
 #[test]
