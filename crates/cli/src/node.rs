@@ -206,6 +206,11 @@ pub fn status(node: &Address) -> anyhow::Result<Status> {
     Ok(node.ask()?.status()?)
 }
 
+/// [`status`] with a time limit for each of the node's answers.
+pub fn status_within(node: &Address, limit: Duration) -> anyhow::Result<Status> {
+    Ok(node.ask_within(limit)?.status()?)
+}
+
 /// CPU time that a memory node used between two status queries.
 pub struct CpuTimes {
     /// Time of the NIC thread, which stands in for the hardware.

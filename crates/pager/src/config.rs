@@ -5,6 +5,7 @@
 //! | `GRANARY_LOCAL` | bytes of paged memory that may be resident, frames and shelf included |
 //! | `GRANARY_BOUND` | `run`: all processes of the run share the bound ([`crate::ledger`]); else each has its own |
 //! | `GRANARY_POOL` | backing memory: memory node addresses ([`pool::Address`]) or a store ([`crate::store`]) |
+//! | `GRANARY_ANSWER_S` | seconds after which a memory node that does not answer ends the process (default 30) |
 //! | `GRANARY_ASSIST` | `process`: an assist moves the page lists of prefetch and write-back ([`crate::assist`]); absent: none |
 //! | `GRANARY_DIRECT` | `1`: the memory node is private and passes on its chunk memory (`direct_transport`) |
 //! | `GRANARY_RUN_DIR` | directory of the assist's socket |
@@ -41,6 +42,9 @@ use crate::policy::{Name, UnknownPolicy};
 /// needs at once; otherwise the call makes no progress.
 pub const LOCAL_BYTES_MIN: u64 = 4 << 20;
 
+const ANSWER: &str = "GRANARY_ANSWER_S";
+/// Default of [`Config::answer_s`].
+const ANSWER_S: u32 = 30;
 const ASSIST: &str = "GRANARY_ASSIST";
 const BOUND: &str = "GRANARY_BOUND";
 const DIRECT: &str = "GRANARY_DIRECT";
@@ -241,6 +245,8 @@ pub struct Config {
     pub tier_bytes: u64,
     /// Seconds for which pinned pages may keep the process beyond its bound.
     pub pinned_s: u32,
+    /// Seconds after which a memory node that does not answer ends the process, 1 to 3600.
+    pub answer_s: u32,
     /// Seconds for which a process waits for the pager's own threads.
     pub wait_s: u32,
 }
@@ -270,6 +276,7 @@ impl Config {
             hide: Hide::Off,
             tier_bytes: 0,
             pinned_s: PINNED_S,
+            answer_s: ANSWER_S,
             wait_s: WAIT_S,
         }
     }
@@ -353,7 +360,9 @@ impl Config {
                 why: error.to_string(),
             })?;
         }
-        for (name, setting) in [(PINNED, &mut self.pinned_s), (WAIT, &mut self.wait_s)] {
+        let times =
+            [(ANSWER, &mut self.answer_s), (PINNED, &mut self.pinned_s), (WAIT, &mut self.wait_s)];
+        for (name, setting) in times {
             if let Some(value) = get(name) {
                 let why = "expected a number of seconds".into();
                 *setting = value.parse().map_err(|_| Error::Setting { name, value, why })?;
@@ -376,6 +385,7 @@ impl Config {
             (POLICY, self.policy.text().into()),
             (HIDE, self.hide.name().into()),
             (TIER, self.tier_bytes.to_string().into()),
+            (ANSWER, self.answer_s.to_string().into()),
             (PINNED, self.pinned_s.to_string().into()),
             (WAIT, self.wait_s.to_string().into()),
             (SEAL, self.seal.map_or_else(|| "off".into(), |cipher| cipher.to_string()).into()),
@@ -470,6 +480,7 @@ mod tests {
         config.hide = Hide::Reads;
         config.tier_bytes = 5 << 20;
         config.pinned_s = 7;
+        config.answer_s = 9;
         config.wait_s = 8;
         let variables = config.to_environment();
         let get = |name: &str| {

@@ -15,6 +15,7 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::time::Duration;
 
 use crate::advice::AdviceMap;
 use crate::assist::link::Link;
@@ -80,7 +81,8 @@ fn measure_at_exit() {
 
 /// The options of the connection to each of `nodes` memory nodes.
 fn connection(config: &Config, nodes: usize) -> pool::Options {
-    let mut options = pool::Options::default();
+    let answer_timeout = Duration::from_secs(config.answer_s.into());
+    let mut options = pool::Options { answer_timeout, ..pool::Options::default() };
     if config.tier_bytes > 0 {
         options.scheme.set("local_bytes", config.tier_bytes / nodes.max(1) as u64);
     }

@@ -1,6 +1,7 @@
 //! `granary status`: prints the state and the counters of a memory node, or lists runs.
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::Context;
 use pager::runs::{Bound, Run};
@@ -24,6 +25,11 @@ pub struct Status {
     #[arg(long, value_name = "POOL")]
     pool: Option<PoolAddress>,
 
+    /// Seconds after which a memory node that does not answer is an error
+    #[arg(long, value_name = "SECONDS", default_value_t = 30,
+          value_parser = clap::value_parser!(u64).range(1..=3600), requires = "pool")]
+    timeout: u64,
+
     #[command(flatten)]
     token: TokenFile,
 
@@ -42,7 +48,8 @@ impl Status {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let Some(pool) = self.pool else { return list_runs(&self.output) };
         let pool = pool.with_token(self.token.token_file.as_deref(), "status")?;
-        let status = node::status(pool.node("status")?)?;
+        let limit = Duration::from_secs(self.timeout);
+        let status = node::status_within(pool.node("status")?, limit)?;
         let text = match self.output.json {
             true => serde_json::to_string(&node::StatusReport::new(status))?,
             false => format!("{:<12} {}\n{}", "pool", pool, node::describe(&status)),
