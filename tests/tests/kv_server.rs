@@ -1,6 +1,7 @@
 //! `granary kv` as a process, with raw connections and the clients of Redis.
 
 use std::fs::File;
+use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
@@ -268,6 +269,33 @@ fn store_goes_on_after_its_memory_node_was_stopped() -> Result<()> {
     let info = server.run("redis-cli", &["INFO", "pool"])?;
     ensure!(info.contains("pool_status:ok\r\npool_outages:1\r\npool_losses:0"), "{info}");
     Ok(())
+}
+
+/// `pool-timeout` of a running server is also the time limit of the library's questions.
+#[test]
+fn changed_pool_timeout_reaches_the_library() -> Result<()> {
+    let node = MemoryNode::start("kv-timeout", &SMALL)?;
+    let pool = format!("shm:{}", node.socket.display());
+    let mut command = Command::new(granary());
+    command.stderr(std::process::Stdio::piped());
+    let mut server = Server::start_by(command, &["--pool", &pool, "--pool-timeout", "3600"])?;
+    let log = BufReader::new(server.child.stderr.take().context("it is piped")?);
+    let mut connection = server.connect()?;
+    assert_eq!(connection.ask("SET a 1")?, "+OK");
+    assert_eq!(connection.ask("CONFIG SET pool-timeout 1")?, "+OK");
+    let pid = Pid::from_raw(node.pid()).context("no process id")?;
+    kill_process(pid, Signal::STOP)?;
+    while !connection.ask("INCR a")?.starts_with('-') {}
+    // With the limit of the start this line would come after an hour.
+    let name = node.socket.display().to_string();
+    let is_named = |line: &str| line.contains(&name) && line.contains("not answered for 1 s");
+    for line in log.lines() {
+        if is_named(&line?) {
+            kill_process(pid, Signal::CONT)?;
+            return until(&mut connection, "EXISTS a", ":1");
+        }
+    }
+    anyhow::bail!("the log has no such line");
 }
 
 /// The memory node is killed, and another one serves at its address.

@@ -84,6 +84,8 @@ impl<N: Nic> Data<N> {
         let counts = server.config.get("maxmemory-policy").ends_with("lfu");
         self.store.measure(if counts { Measure::Frequency } else { Measure::Recency });
         self.store.resize_cache(server.config.live.cache());
+        let limit = server.config.live.pool_timeout();
+        self.memory.set_answer_timeout(limit).expect("`pool-timeout` is 1 s to one hour");
     }
 
     /// Evicts keys until the memory in use is below `maxmemory`: at most as many keys as there are.

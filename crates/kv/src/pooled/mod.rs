@@ -176,6 +176,14 @@ impl<N: Nic> PoolMemory<N> {
         self.shared.nodes.iter().map(|node| &node.pool)
     }
 
+    /// Sets the time within which a memory node must answer ([`Pool::set_answer_timeout`]).
+    ///
+    /// # Errors
+    /// The time is not 1 ms to one hour.
+    pub fn set_answer_timeout(&self, limit: Duration) -> Result<(), pool::Error> {
+        self.pools().try_for_each(|pool| pool.set_answer_timeout(limit))
+    }
+
     fn adopt_all(&self, used: Vec<heap::Block>) -> Result<(), heap::Error> {
         let chunks = self.shared.inherited.lock().clone();
         let heap = Heap::rebuild(self.shared.nodes.clone(), self.shared.settings, chunks, used)?;
