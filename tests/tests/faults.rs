@@ -1,0 +1,155 @@
+//! Faults of one process, and what the others do: cells of `docs/internals/faults.md` that no other
+//! file of tests has.
+
+use std::io::Write;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use granary_tests::node::{MemoryNode, granary};
+use granary_tests::pager::{Running, Scratch};
+use granary_tests::run::{NodeKind, Site, name_of, processes_of};
+use granary_tests::waiting::{Waiting, compile};
+use pager::config::EXIT_POOL_GONE;
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use rustix::process::{Pid, Signal, kill_process};
+
+/// Sends a signal to a process.
+fn signal(pid: i32, signal: Signal) -> Result<()> {
+    Ok(kill_process(Pid::from_raw(pid).context("no process id")?, signal)?)
+}
+
+/// `granary status` of a memory node that is stopped ends within its time, with the node's name.
+#[test]
+fn stopped_node_does_not_stop_status() -> Result<()> {
+    let node = MemoryNode::start("faults-status", &["--memory", "8MiB", "--chunk", "64KiB"])?;
+    let pool = format!("shm:{}", node.socket.display());
+    let status =
+        || Command::new(granary()).args(["status", "--timeout", "1", "--pool", &pool]).output();
+    ensure!(status()?.status.success());
+    signal(node.pid(), Signal::STOP)?;
+    let out = status()?;
+    ensure!(!out.status.success());
+    let text = String::from_utf8_lossy(&out.stderr).into_owned();
+    let path = node.socket.display().to_string();
+    for part in [&*path, "has not answered for 1 s", "continue the process, and try again"] {
+        ensure!(text.contains(part), "{part} is missing: {text}");
+    }
+    ensure!(!text.contains("contents are lost"), "{text}");
+    signal(node.pid(), Signal::CONT)?;
+    ensure!(status()?.status.success());
+    Ok(())
+}
+
+/// The queue of connections of a memory node that is stopped is full: connecting ends, too.
+#[test]
+fn full_queue_of_a_stopped_node_does_not_stop_status() -> Result<()> {
+    let node = MemoryNode::start("faults-queue", &["--memory", "8MiB", "--chunk", "64KiB"])?;
+    let pool = format!("shm:{}", node.socket.display());
+    signal(node.pid(), Signal::STOP)?;
+    let mut held = Vec::new();
+    loop {
+        let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(family, kind, flags, None)?;
+        match connect(&socket, &SocketAddrUnix::new(&node.socket)?) {
+            Ok(()) => held.push(socket),
+            Err(Errno::AGAIN) => break,
+            Err(error) => return Err(error.into()),
+        }
+    }
+    let out =
+        Command::new(granary()).args(["status", "--timeout", "1", "--pool", &pool]).output()?;
+    let text = String::from_utf8_lossy(&out.stderr).into_owned();
+    ensure!(!out.status.success() && text.contains("has not accepted the connection"), "{text}");
+    signal(node.pid(), Signal::CONT)?;
+    Ok(())
+}
+
+/// The memory node of a paged program is stopped. The program ends with status 117 and the node's
+/// name after `GRANARY_ANSWER_S`.
+#[test]
+fn stopped_node_ends_a_paged_program() -> Result<()> {
+    let node = MemoryNode::start("faults-paged", &["--memory", "256MiB"])?;
+    let site = Site::new(NodeKind::Private, "faults-paged", 8 << 20, "256MiB");
+    let program = site.scratch.compile("holder", include_str!("pager_programs/holder.c"));
+    let mut command = Command::new(granary());
+    command.args(["run", "--local", "8MiB", "--pool"]);
+    command.arg(format!("shm:{}", node.socket.display())).arg("--").arg(&program);
+    let running = Running::start(command.env("GRANARY_ANSWER_S", "1").stdin(Stdio::null()));
+    site.wait_for_pages_out(&running, 10_000);
+    signal(node.pid(), Signal::STOP)?;
+    let outcome = running.finish();
+    ensure!(outcome.code == EXIT_POOL_GONE, "{}: {}", outcome.code, outcome.stderr);
+    let path = node.socket.display().to_string();
+    for part in [&*path, "has not answered for 1 s", "status 117"] {
+        ensure!(outcome.stderr.contains(part), "{part} is missing: {}", outcome.stderr);
+    }
+    ensure!(!outcome.stderr.contains("contents are lost"), "{}", outcome.stderr);
+    signal(node.pid(), Signal::CONT)?;
+    // The chunks of the program are free again.
+    loop {
+        let status = node.status()?;
+        if status["free"] == status["chunks"] && status["clients"] == 0 {
+            return Ok(());
+        }
+        std::thread::yield_now();
+    }
+}
+
+/// A memory node that goes on before the limit costs a paged program nothing but the time.
+#[test]
+fn shortly_stopped_node_costs_a_paged_program_time_only() -> Result<()> {
+    let node = MemoryNode::start("faults-short", &["--memory", "256MiB"])?;
+    let scratch = Scratch::new("faults-short");
+    let pool = format!("shm:{}", node.socket.display());
+    let program = Waiting::start(compile(&scratch), &pager::Config::new(8 << 20, pool));
+    signal(node.pid(), Signal::STOP)?;
+    let (code, stdout, stderr) = std::thread::scope(|scope| {
+        let checking = scope.spawn(|| program.check_memory());
+        // The outage: the program needs its pages meanwhile.
+        std::thread::sleep(Duration::from_secs(2));
+        signal(node.pid(), Signal::CONT)?;
+        checking.join().map_err(|_| anyhow::anyhow!("the check panics"))
+    })?;
+    ensure!(code == Some(0), "{code:?}: {stdout} {stderr}");
+    Ok(())
+}
+
+/// A keeper that is stopped stops the children whose pages it holds, and no more: when it goes on,
+/// nothing is lost.
+#[test]
+fn stopped_keeper_costs_time_only() -> Result<()> {
+    let site = Site::new(NodeKind::Private, "faults-keeper", 8 << 20, "256MiB");
+    let script = "import os, sys\n\
+        heap = [bytes([n % 251]) * 4096 for n in range(8000)]\n\
+        pid = os.fork()\n\
+        if pid == 0:\n\
+        \x20   print('forked', flush=True)\n\
+        \x20   sys.stdin.readline()\n\
+        print(sum(page[7] for page in heap), flush=True)\n\
+        if pid: os.waitpid(pid, 0)\n";
+    let mut command = site.command("/usr/bin/python3", &["-c", script]);
+    let mut running = Running::start(command.stdin(Stdio::piped()));
+    let mut input = running.input();
+    let keeper = loop {
+        let named = |pid: &i32| name_of(*pid).is_some_and(|name| name == "granary-keeper");
+        if let Some(keeper) = processes_of(&running).into_iter().find(named) {
+            break keeper;
+        }
+        ensure!(!running.ends_within(Duration::from_millis(5)), "no keeper");
+    };
+    signal(keeper, Signal::STOP)?;
+    input.write_all(b"go\n")?;
+    ensure!(!running.ends_within(Duration::from_secs(2)), "the child needs its keeper");
+    signal(keeper, Signal::CONT)?;
+    drop(input);
+    let outcome = running.finish();
+    ensure!(outcome.code == 0, "{}: {}", outcome.code, outcome.stderr);
+    let sum: u64 = (0..8000).map(|n| n % 251).sum();
+    let text = String::from_utf8_lossy(&outcome.stdout).into_owned();
+    let sums = text.lines().filter(|line| **line == *sum.to_string()).count();
+    ensure!(sums == 2 && text.contains("forked"), "{text}");
+    Ok(())
+}
