@@ -3,6 +3,8 @@
 //! The checks enforce `docs/style.md`. There is no list of exceptions: a rule that does not fit a
 //! kind of line (a table row, a code block) leaves out the kind, not the place.
 
+pub mod waits;
+
 use std::fmt;
 use std::path::{Path, PathBuf};
 
