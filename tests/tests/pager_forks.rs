@@ -25,6 +25,8 @@ over_each_node![
     redis_saves_in_the_background,
     killed_command_leaves_no_process,
     daemon_ends_with_a_private_memory_node_only,
+    children_of_clone_fork_by_libc,
+    sandbox_with_a_pid_namespace,
 ];
 
 /// Runs a program without the pager and paged, and compares the results.
@@ -145,19 +147,66 @@ fn daemon_ends_with_a_private_memory_node_only(node: NodeKind) {
         "setsid /usr/bin/python3 -c \"{daemon}\" {ready} > /dev/null 2>&1 &\n\
          while [ ! -e {ready} ]; do sleep 0.01; done; echo $!; exit 3"
     );
-    let script = text.as_str();
-    let paged = site.run("sh", &["-c", script]);
-    let outcome = paged.outcome;
+    let mut command = site.command("sh", &["-c", &text]);
+    let running = Running::start(command.env("GRANARY_WAIT_S", "1"));
+    let outcome = site.finish(running).outcome;
     assert_eq!(outcome.code, 3, "{}", outcome.stderr);
     let daemon: i32 = String::from_utf8_lossy(&outcome.stdout).trim().parse().unwrap();
     let says = outcome.stderr.contains(&format!("python3 ({daemon})"));
     if node == NodeKind::Private {
         assert!(says && outcome.stderr.contains("--pool"), "{}", outcome.stderr);
+        // Two fifths of GRANARY_WAIT_S.
+        assert!(outcome.stderr.contains("outlived sh by 400ms"), "{}", outcome.stderr);
         return assert_gone(&[daemon], "the end of the program");
     }
     assert!(!says, "{}", outcome.stderr);
     assert_eq!(name_of(daemon).as_deref(), Some("python3"));
     kill_process(Pid::from_raw(daemon).unwrap(), Signal::KILL).unwrap();
+}
+
+/// Child of a system call by number, in a namespace of its own and not.
+fn children_of_clone_fork_by_libc(node: NodeKind) {
+    let site = Site::new(node, "past_libc", 8 * MIB, "1GiB");
+    let program = site.scratch.compile("past_libc", include_str!("pager_programs/past_libc.c"));
+    let program = program.to_str().unwrap();
+    compare(&site, program, &["clone"]);
+    if rustix::process::geteuid().is_root() {
+        compare(&site, program, &["namespace"]);
+    }
+    if forks_are_reported() {
+        compare(&site, program, &["unknown"]);
+    }
+}
+
+/// bubblewrap makes its child by `clone` as a system call, and the child forks by libc.
+fn sandbox_with_a_pid_namespace(node: NodeKind) {
+    let text =
+        "x = [str(n) for n in range(300000)]; import os; print(os.getpid() < 99, len(''.join(x)))";
+    let arguments = [
+        "--unshare-pid",
+        "--bind",
+        "/",
+        "/",
+        "--dev-bind",
+        "/dev",
+        "/dev",
+        "--proc",
+        "/proc",
+        "/usr/bin/python3",
+        "-c",
+        text,
+    ];
+    if std::process::Command::new("bwrap").arg("--version").output().is_err() {
+        return needs::skip("bwrap (package bubblewrap) is not installed");
+    }
+    let plain = plain("bwrap", &arguments);
+    if plain.code != 0 {
+        return needs::skip(format!("bwrap does not work here: {}", plain.stderr));
+    }
+    let site = Site::new(node, "sandbox", 8 * MIB, "1GiB");
+    let paged = site.run("bwrap", &arguments);
+    assert_same(&plain, &paged.outcome, site.local_bytes());
+    site.assert_all_chunks_free();
 }
 
 /// Runs a C program that checks itself, without the pager and paged.
@@ -223,17 +272,88 @@ fn capability_is_kept_over_a_change_of_the_user() {
     self_checking("keeps_capabilities", source, &[&[]]);
 }
 
+/// The process that serves a child's pages is in the program's memory.
+#[test]
+fn keeper_drops_the_rights_that_the_program_drops() {
+    if !rustix::process::geteuid().is_root() {
+        return needs::skip("only root can change its user");
+    }
+    let source = include_str!("pager_programs/keeper_rights.c");
+    self_checking("keeper_rights", source, &[&["libc"], &["number"]]);
+}
+
+/// Ways of making a child that the preload library sees.
+const WAYS: [&[&str]; 5] = [&["fork"], &["clone"], &["clone3"], &["_Fork"], &["function"]];
+
+#[test]
+fn children_made_past_fork_are_paged() {
+    self_checking("past_libc", include_str!("pager_programs/past_libc.c"), &WAYS);
+}
+
+/// The library does not see the fork: the child has no pager, and the kernel reports the fork.
+#[test]
+fn child_of_an_instruction_works_within_its_bound() {
+    if !forks_are_reported() {
+        return needs::skip("the kernel reports no forks here");
+    }
+    let source = include_str!("pager_programs/past_libc.c");
+    self_checking("past_libc-unknown", source, &[&["unknown"]]);
+    let scratch = Scratch::new("forks-greedy");
+    let program = scratch.compile("past_libc", source);
+    let paged = paged(8 * MIB, "memory:2GiB", program.to_str().unwrap(), &["greedy"]);
+    assert_eq!(paged.code, 0, "{}", paged.stderr);
+    let output = String::from_utf8_lossy(&paged.stdout);
+    let reasons = |text: &str| paged.stderr.lines().filter(|line| line.contains(text)).count();
+    // Before Linux 6.6 there is no way to end the child.
+    let expected = match reasons("ends now by SIGBUS") {
+        0 => format!("1 6\n{}", reasons("goes beyond the bound")),
+        ended => format!("0 {}\n{ended}", libc::SIGBUS),
+    };
+    let line = output.lines().next().unwrap_or_default();
+    assert_eq!(format!("{line}\n3"), expected, "{}", paged.stderr);
+    assert!(output.lines().count() == 3 && output.lines().all(|other| other == line), "{output}");
+}
+
+/// As root without CAP_SYS_PTRACE: the kernel reports no forks, and root may open
+/// `/dev/userfaultfd`.
+#[test]
+fn children_made_past_fork_are_paged_without_reports() {
+    if !rustix::process::geteuid().is_root() {
+        return needs::skip("only root can drop a capability");
+    }
+    let scratch = Scratch::new("forks-unreported");
+    let program = scratch.compile("past_libc", include_str!("pager_programs/past_libc.c"));
+    let program = program.to_str().unwrap();
+    for [way] in WAYS.iter().map(|way| <[&str; 1]>::try_from(*way).unwrap()) {
+        let plain = plain(program, &[way]);
+        assert_eq!(plain.code, 0, "{}", plain.stderr);
+        let arguments = ["--bounding-set=-sys_ptrace", program, way];
+        let paged = paged(8 * MIB, "memory:2GiB", "setpriv", &arguments);
+        assert_same(&plain, &paged, 8 * MIB);
+        assert_eq!(paged.stderr, "", "{way}");
+    }
+    // An instruction of the program, which the library does not see.
+    let arguments = ["--bounding-set=-sys_ptrace", program, "unknown"];
+    let paged = paged(8 * MIB, "memory:2GiB", "setpriv", &arguments);
+    let ended = format!("1 {EXIT_PAGER}\n");
+    assert_eq!(String::from_utf8_lossy(&paged.stdout), ended.repeat(3), "{}", paged.stderr);
+    assert_eq!(paged.code, 0, "{}", paged.stderr);
+    assert_eq!(paged.stderr.lines().count(), 3, "{}", paged.stderr);
+    assert_eq!(paged.stderr.matches("made by a system call past libc").count(), 3);
+}
+
 #[test]
 fn two_hundred_sequential_children_are_paged() {
     self_checking("many", include_str!("pager_programs/many.c"), &[&["200"]]);
 }
 
 /// The kernel refuses to write-protect pages while it reports a fork, and the pager's fork hook
-/// does not run before a fork by a raw system call.
+/// does not run before a fork by an instruction of the program.
 #[test]
 fn pages_are_evicted_in_the_middle_of_forks() {
     let forks = if full() { "1000" } else { "60" };
-    let methods: &[&str] = if forks_are_reported() { &["fork", "raw"] } else { &["fork"] };
+    let all: &[&str] = &["fork", "number", "instruction"];
+    let methods = if forks_are_reported() { all } else { &all[..2] };
     for method in methods {
         self_checking("storm", include_str!("pager_programs/storm.c"), &[&[method, forks]]);
     }

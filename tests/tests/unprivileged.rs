@@ -13,6 +13,8 @@ use granary_tests::node::{full, granary};
 use granary_tests::pager::Scratch;
 
 const DEVICE: &str = "/dev/userfaultfd";
+/// A part of the message of a child that was made past libc.
+const PAST_LIBC: &str = "which was made by a system call past libc, needs memory of its parent";
 const SYSCTL: &str = "/proc/sys/vm/unprivileged_userfaultfd";
 
 fn is_root() -> bool {
@@ -251,11 +253,11 @@ fn child_without_userfaultfd_ends_with_a_message() {
     assert_eq!(stderr.lines().count(), 1, "{stderr}");
 }
 
-/// A child by a raw system call has none of the parent's paged memory; accesses fail and do not
-/// read zeros.
+/// A child by an instruction of the program has none of the parent's paged memory; its accesses end
+/// it with the reason, and do not read zeros.
 #[test]
-fn raw_fork_of_a_user_has_no_memory() {
-    let Some(scratch) = scratch_for("raw_fork_of_a_user_has_no_memory") else { return };
+fn raw_fork_of_a_user_ends_with_the_reason() {
+    let Some(scratch) = scratch_for("raw_fork_of_a_user_ends_with_the_reason") else { return };
     let program = scratch.compile("raw", include_str!("pager_programs/raw.c"));
     let script = format!(
         "{}as_user ./granary run --local 4MiB -- {}",
@@ -266,4 +268,6 @@ fn raw_fork_of_a_user_has_no_memory() {
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{stderr}");
     assert_eq!(String::from_utf8_lossy(&output.stdout), "as expected\n");
+    let reasons = stderr.lines().filter(|line| line.contains(PAST_LIBC)).count();
+    assert!(reasons > 0 && reasons == stderr.lines().count(), "{stderr}");
 }

@@ -11,21 +11,26 @@
 //! A thread repeats the call in a handler of signal 33, by which glibc makes threads repeat
 //! `setuid`. The handler passes glibc's own signals on. Pager threads never have more rights than
 //! the program's thread that changed its credentials last.
+//!
+//! The page server of forked children is a process in the memory of the program, with credentials
+//! of its own. A program that has dropped root's rights could change the page server's stack, and
+//! so act as root again. So the page server ends after each change of credentials, also by `setuid`
+//! and its kin, and its thread starts another one, which has the credentials of the thread.
 
 use std::io;
+use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicI32, AtomicI64, AtomicU32, AtomicUsize, Ordering};
 
 use crate::config::EXIT_PAGER;
-use crate::sys::{self, SignalsBlocked, system_call};
+use crate::sys::{self, Action, SignalsBlocked, system_call};
 use crate::{descriptor, patience};
 
 /// glibc's SIGSETXID. glibc lets no program block it or handle it.
-const SIGNAL: usize = 33;
+const SIGNAL: i32 = 33;
 /// `si_code` of a signal by `rt_tgsigqueueinfo`; glibc's own signals have SI_TKILL.
 const SI_QUEUE: i32 = -1;
-/// Bytes of the kernel's `sigset_t`.
-const SET_BYTES: usize = 8;
 const THREADS_MAX: usize = 256;
+const THREADS_TEXT: &str = "the pager's threads";
 /// Interval at which a thread that ended without an answer is noticed.
 const LOOK_MS: u64 = 10;
 
@@ -55,6 +60,32 @@ static ARGUMENTS: [AtomicUsize; 6] = [const { AtomicUsize::new(0) }; 6];
 static ANSWERS: AtomicU32 = AtomicU32::new(0);
 /// glibc's handler of the signal.
 static LIBCS: AtomicUsize = AtomicUsize::new(0);
+/// Id of the process that serves forked children; 0 without one. The kernel writes the word when
+/// the process starts and ends, and wakes threads that wait for the word.
+static SERVER: AtomicU32 = AtomicU32::new(0);
+/// Thread that starts the page server, and the descriptor by which it ends; 0 without one.
+static SERVER_THREAD: AtomicI32 = AtomicI32::new(0);
+static SERVER_INBOX: AtomicI32 = AtomicI32::new(-1);
+/// Id of the page server that was told to end in the current round; 0 without one.
+static ENDING_SERVER: AtomicU32 = AtomicU32::new(0);
+
+/// Called by the thread that starts page servers. A zero word that is written to `inbox` ends the
+/// page server. Returns the word for its process id.
+pub(crate) fn serves_children(inbox: RawFd) -> *mut i32 {
+    SERVER_INBOX.store(inbox, Ordering::Relaxed);
+    SERVER_THREAD.store(sys::thread_id() as i32, Ordering::Release);
+    SERVER.as_ptr().cast()
+}
+
+/// Called after a change of credentials that all threads of the process have followed: the page
+/// server of forked children follows too.
+pub fn server_follows() {
+    if SERVER.load(Ordering::Acquire) != 0 {
+        // SAFETY: a call without arguments. It has no effect but the new page server.
+        unsafe { follow(libc::SYS_getppid, [0; 6]) };
+    }
+}
+
 /// Called before a thread of the pager is started.
 pub fn thread_starts() {
     STARTING.fetch_add(1, Ordering::AcqRel);
@@ -102,6 +133,8 @@ pub fn thread_ends() {
 pub(crate) fn forget_threads() {
     THREADS.iter().for_each(|thread| thread.id.store(0, Ordering::Relaxed));
     STARTING.store(0, Ordering::Relaxed);
+    SERVER.store(0, Ordering::Relaxed);
+    SERVER_THREAD.store(0, Ordering::Relaxed);
     NUMBER.store(-1, Ordering::Relaxed);
     TURN.store(0, Ordering::Release);
 }
@@ -115,23 +148,23 @@ pub(crate) fn forget_threads() {
 /// that is not paged.
 pub unsafe fn follow(number: libc::c_long, arguments: [usize; 6]) {
     // A child of vfork has no threads of its own: those of its parent keep their credentials.
-    if descriptor::program() != own_id() {
+    if descriptor::program() != std::process::id() as i32 {
         return;
     }
     // A signal handler of the program could change credentials itself, and wait for this call.
     let _blocked = SignalsBlocked::new();
     let limit_s = patience::limit_s();
     let until = sys::now_ns().saturating_add(u64::from(limit_s) * 1_000_000_000);
-    let or_end = |missing: usize| {
+    let or_end = |missing: usize, threads: &str| {
         if sys::now_ns() < until {
             return;
         }
         sys::die(
             EXIT_PAGER,
             &format!(
-                "process {} changes its capabilities or users, and {missing} of the pager's \
-                 threads did not do the same within {limit_s} s, so the process ends now (status \
-                 {EXIT_PAGER}): they would keep rights that the program has dropped; see \
+                "process {} changes its capabilities or users, and {missing} of {threads} \
+                 did not do the same within {limit_s} s, so the process ends now (status \
+                 {EXIT_PAGER}): rights that the program has dropped would be kept; see \
                  /proc/{0}/task/*/status for a thread that is stopped, or set GRANARY_WAIT_S to \
                  more seconds",
                 descriptor::program()
@@ -140,7 +173,7 @@ pub unsafe fn follow(number: libc::c_long, arguments: [usize; 6]) {
     };
     while TURN.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Acquire).is_err() {
         sys::futex_wait(&TURN, 1, Some(LOOK_MS));
-        or_end(1);
+        or_end(1, THREADS_TEXT);
     }
     if let Err(error) = install() {
         sys::die(
@@ -167,8 +200,13 @@ pub unsafe fn follow(number: libc::c_long, arguments: [usize; 6]) {
         if missing == 0 {
             break;
         }
-        or_end(missing);
+        or_end(missing, THREADS_TEXT);
         sys::futex_wait(&ANSWERS, answers, Some(LOOK_MS));
+    }
+    let ending = ENDING_SERVER.swap(0, Ordering::AcqRel);
+    while ending != 0 && SERVER.load(Ordering::Acquire) == ending {
+        or_end(1, "the processes granary-keeper");
+        sys::futex_wait_shared(&SERVER, ending, Some(LOOK_MS));
     }
     NUMBER.store(-1, Ordering::Release);
     TURN.store(0, Ordering::Release);
@@ -188,7 +226,12 @@ impl Thread {
         }
         let sent = if self.sent.load(Ordering::Relaxed) == round {
             // SAFETY: signal 0 only tests whether the thread lives.
-            unsafe { system_call(libc::SYS_tgkill, [own_id() as usize, id as usize, 0, 0, 0, 0]) }
+            unsafe {
+                system_call(
+                    libc::SYS_tgkill,
+                    [std::process::id() as usize, id as usize, 0, 0, 0, 0],
+                )
+            }
         } else {
             queue(id)
         };
@@ -202,54 +245,47 @@ impl Thread {
     }
 }
 
-/// Returns the id of the calling process.
-fn own_id() -> i32 {
-    // SAFETY: no argument, cannot fail.
-    unsafe { system_call(libc::SYS_getpid, [0; 6]) }.map_or(0, |id| id as i32)
-}
-
 /// Sends the signal to a thread of this process.
 fn queue(id: i32) -> Result<usize, i32> {
     // SAFETY: all zeros is a value of this type.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
-    info.si_signo = SIGNAL as i32;
+    info.si_signo = SIGNAL;
     info.si_code = SI_QUEUE;
     let info = &raw const info as usize;
     // SAFETY: the kernel reads `info` within the call.
     unsafe {
-        let arguments = [own_id() as usize, id as usize, SIGNAL, info, 0, 0];
+        let arguments = [std::process::id() as usize, id as usize, SIGNAL as usize, info, 0, 0];
         system_call(libc::SYS_rt_tgsigqueueinfo, arguments)
     }
 }
 
-/// The kernel's `struct sigaction`.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct Action {
-    handler: usize,
-    flags: u64,
-    restorer: usize,
-    mask: u64,
-}
-
 /// Puts the handler before glibc's, which glibc has installed when it started the first thread.
 fn install() -> io::Result<()> {
-    let action = |new: usize, old: usize| {
-        let arguments = [SIGNAL, new, old, SET_BYTES, 0, 0];
-        // SAFETY: both are null or actions that live as long as the call.
-        unsafe { system_call(libc::SYS_rt_sigaction, arguments) }
-            .map_err(io::Error::from_raw_os_error)
-    };
-    let mut theirs = Action::default();
-    action(0, &raw mut theirs as usize)?;
+    let theirs = Action::of(SIGNAL)?;
     let ours = on_signal as *const () as usize;
     if theirs.handler == ours || theirs.handler == libc::SIG_DFL {
         // Without a handler of glibc there is no thread of the pager.
         return Ok(());
     }
     LIBCS.store(theirs.handler, Ordering::Release);
-    let with = Action { handler: ours, ..theirs };
-    action(&raw const with as usize, 0).map(drop)
+    // SAFETY: a function of this library, which is never unloaded.
+    unsafe { Action { handler: ours, ..theirs }.set(SIGNAL) }
+}
+
+/// Tells the page server to end. Called by the thread that starts page servers, with its new
+/// credentials.
+fn end_server() {
+    let server = SERVER.load(Ordering::Acquire);
+    if server != 0 {
+        ENDING_SERVER.store(server, Ordering::Release);
+        let (inbox, word) = (SERVER_INBOX.load(Ordering::Relaxed), 0usize);
+        // SAFETY: the word is valid for the read. In a full pipe, the page server is not told, and
+        // the limit of the wait ends the program.
+        let _ = unsafe {
+            let arguments = [inbox as usize, &raw const word as usize, size_of_val(&word), 0, 0, 0];
+            system_call(libc::SYS_write, arguments)
+        };
+    }
 }
 
 type Handler = extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void);
@@ -277,6 +313,9 @@ extern "C" fn on_signal(
     // of the program has dropped the right to it before: then this thread has fewer rights.
     // SAFETY: by the caller of `follow`.
     let _ = unsafe { system_call(number, arguments) };
+    if SERVER_THREAD.load(Ordering::Acquire) == id {
+        end_server();
+    }
     thread.done.store(ROUND.load(Ordering::Relaxed), Ordering::Release);
     ANSWERS.fetch_add(1, Ordering::AcqRel);
     let operation = (libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG) as usize;

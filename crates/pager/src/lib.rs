@@ -33,8 +33,8 @@
 //! - A page that the kernel references without a pin is moved, and the kernel then transfers other
 //!   content. The preload library keeps the program from `vmsplice` and `SO_ZEROCOPY`, but not from
 //!   io_uring's sends without a copy.
-//! - A process made by a raw `fork` or `clone` system call (not through libc) has no pager of its
-//!   own.
+//! - A process made by a `fork` or `clone` instruction of the program (not through libc) has no
+//!   pager of its own ([`fork::unseen`]).
 
 pub mod advice;
 pub mod assist;

@@ -27,6 +27,7 @@ use crate::extent::set_fences;
 use crate::fingerprint::Fingerprints;
 use crate::fork::inheritance::Inheritance;
 use crate::fork::state::Forks;
+use crate::fork::unseen::is_unseen_child;
 use crate::leadership::Leadership;
 use crate::lease::Lease;
 use crate::memory::linux::{LinuxMemory, Way, WhyCopying};
@@ -68,7 +69,7 @@ pub fn set_current(pager: &'static Arc<Pager>) {
 fn measure_at_exit() {
     static DONE: AtomicBool = AtomicBool::new(false);
     extern "C" fn at_exit() {
-        if let Some(pager) = current() {
+        if let Some(pager) = current().filter(|_| !is_unseen_child()) {
             pager.measure_unpaged(true);
             pager.note_at_exit();
         }
@@ -419,6 +420,11 @@ impl Pager {
     /// Returns true if the kernel moves pages, and false if the pager copies them.
     pub fn moves_pages(&self) -> bool {
         self.pages.memory.way() == Way::Move
+    }
+
+    /// Returns true if the kernel reports forks of this process to the pager.
+    pub fn reports_forks(&self) -> bool {
+        self.fork_events
     }
 
     /// Returns the number of pages that are present: resident, or on the shelf.

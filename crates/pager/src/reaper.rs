@@ -25,13 +25,25 @@ use std::time::{Duration, Instant};
 
 use crate::sys;
 
-/// Time that processes have to end by themselves after the program, if they must end with it.
-const GRACE: Duration = Duration::from_secs(2);
-/// Time that they have then to answer SIGTERM.
-const TERM: Duration = Duration::from_secs(1);
-/// Time that killed processes have to end. A process in an uninterruptible system call takes
-/// longer.
-const KILL: Duration = Duration::from_secs(5);
+/// Limits of the reaper's waits, from `GRANARY_WAIT_S`.
+#[derive(Clone, Copy, Debug)]
+struct Limits {
+    /// Time that processes have to end by themselves after the program, if they must end with it.
+    grace: Duration,
+    /// Time that they have then to answer SIGTERM.
+    term: Duration,
+    /// Time that killed processes have to end. A process in an uninterruptible system call takes
+    /// longer.
+    kill: Duration,
+}
+
+impl Limits {
+    fn of(wait_s: u32) -> Self {
+        let kill = Duration::from_secs(wait_s.into());
+        Self { grace: kill * 2 / 5, term: kill / 5, kill }
+    }
+}
+
 /// Interval at which the processes of the run are looked for while they end.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -48,8 +60,12 @@ type Dispositions = Vec<(i32, libc::sighandler_t)>;
 /// Starts `command` under a reaper and waits for it, forwarding signals. The program answers the
 /// signals of a terminal or supervisor: the terminal sends its own signals to the program directly;
 /// SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded. With `ends_daemons`, processes that the
-/// program leaves behind are ended.
-pub(crate) fn run_to_end(command: &mut Command, ends_daemons: bool) -> io::Result<ExitStatus> {
+/// program leaves behind are ended. `wait_s` limits the reaper's waits.
+pub(crate) fn run_to_end(
+    command: &mut Command,
+    ends_daemons: bool,
+    wait_s: u32,
+) -> io::Result<ExitStatus> {
     static REAPER: AtomicI32 = AtomicI32::new(0);
     extern "C" fn pass_on(signal: i32) {
         let reaper = REAPER.load(Ordering::Acquire);
@@ -75,7 +91,8 @@ pub(crate) fn run_to_end(command: &mut Command, ends_daemons: bool) -> io::Resul
         let restored = before.clone();
         command.pre_exec(move || match split(&restored)? {
             Some(id) => {
-                Reaper { parent, id, program: program.clone(), ends_daemons }.run(arguments)
+                let (program, limits) = (program.clone(), Limits::of(wait_s));
+                Reaper { parent, id, program, ends_daemons, limits }.run(arguments)
             }
             None => Ok(()),
         });
@@ -135,6 +152,7 @@ struct Reaper {
     program: String,
     /// Ends the processes that the program leaves behind.
     ends_daemons: bool,
+    limits: Limits,
 }
 
 impl Reaper {
@@ -219,7 +237,7 @@ impl Reaper {
     /// Ends the processes that have outlived the program, after some time for those that end by
     /// themselves.
     fn end_daemons(&self) {
-        if self.wait_for_daemons(GRACE) {
+        if self.wait_for_daemons(self.limits.grace) {
             return;
         }
         let daemons = self.daemons();
@@ -227,11 +245,11 @@ impl Reaper {
         let names: Vec<_> = daemons.iter().take(5).map(named).collect();
         let more = if daemons.len() > names.len() { ", ..." } else { "" };
         sys::say(&format!(
-            "{} processes of the run have outlived {} by {} s, and are ended now, because their \
+            "{} processes of the run have outlived {} by {:?}, and are ended now, because their \
              memory node ends with the command: {}{more}; run daemons with --pool",
             daemons.len(),
             self.program,
-            GRACE.as_secs(),
+            self.limits.grace,
             names.join(", "),
         ));
         for process in &daemons {
@@ -239,7 +257,7 @@ impl Reaper {
             // all process ids were given out within the last milliseconds.
             unsafe { libc::kill(process.id, libc::SIGTERM) };
         }
-        if !self.wait_for_daemons(TERM) {
+        if !self.wait_for_daemons(self.limits.term) {
             self.kill_all();
         }
     }
@@ -266,7 +284,7 @@ impl Reaper {
 
     /// Kills all processes of the run, and waits until they have ended. Returns their number.
     fn kill_all(&self) -> usize {
-        let until = Instant::now() + KILL;
+        let until = Instant::now() + self.limits.kill;
         let mut killed = std::collections::BTreeSet::new();
         loop {
             let mut left = self.all_stopped();
@@ -282,9 +300,10 @@ impl Reaper {
             if Instant::now() >= until {
                 let ids: Vec<_> = left.iter().map(|process| process.id.to_string()).collect();
                 sys::say(&format!(
-                    "processes of the run did not end within {} s of SIGKILL, or belong to another \
-                     user: {}; see their state in /proc/PID/status",
-                    KILL.as_secs(),
+                    "processes of the run did not end within {:?} of SIGKILL, or belong to another \
+                     user: {}; see their state in /proc/PID/status, or set GRANARY_WAIT_S to more \
+                     seconds",
+                    self.limits.kill,
                     ids.join(", ")
                 ));
                 return killed.len();
@@ -436,13 +455,13 @@ mod tests {
     #[test]
     fn status_of_the_program_is_passed_on() {
         let status = |script: &str| {
-            run_to_end(Command::new("sh").args(["-c", script]), true).unwrap().into_raw()
+            run_to_end(Command::new("sh").args(["-c", script]), true, 5).unwrap().into_raw()
         };
         use std::os::unix::process::ExitStatusExt;
         assert_eq!(libc::WEXITSTATUS(status("exit 7")), 7);
         assert_eq!(libc::WTERMSIG(status("kill -9 $$")), libc::SIGKILL);
         assert_eq!(libc::WTERMSIG(status("kill -SEGV $$")), libc::SIGSEGV);
-        let missing = run_to_end(&mut Command::new("/no/such/program"), true).unwrap_err();
+        let missing = run_to_end(&mut Command::new("/no/such/program"), true, 5).unwrap_err();
         assert_eq!(missing.kind(), io::ErrorKind::NotFound);
     }
 }

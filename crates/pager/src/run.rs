@@ -5,6 +5,7 @@
 //! library exists.
 
 use std::ffi::{OsStr, OsString};
+use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::ExitStatusExt;
@@ -106,7 +107,7 @@ pub fn run_in(
     if with_library {
         command.env("LD_PRELOAD", preload(&library, std::env::var_os("LD_PRELOAD")));
     }
-    let status = reaper::run_to_end(&mut command, config.ends_daemons)
+    let status = reaper::run_to_end(&mut command, config.ends_daemons, config.wait_s)
         .map_err(|source| Error::System { what: format!("run {}", program.display()), source })?;
     let summary = Summary::read(directory.memory());
     let without_pool = Execs::of(directory.memory()).without_pool();

@@ -3,6 +3,7 @@
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
+use crate::fork::unseen;
 use crate::pager::Pager;
 use crate::spawn::spawn;
 use crate::sys;
@@ -21,6 +22,7 @@ impl Pager {
         let _ = self.enter.set(enter);
         let (ready, started) = std::sync::mpsc::channel();
         let system = |source| Error::System { what: "start the pager's threads".into(), source };
+        unseen::mark().map_err(system)?;
         descriptor::note_program();
         let exit_socket = self.forks.open_exit_socket().map_err(system)?;
         let exit_socket_fd = exit_socket.as_raw_fd();

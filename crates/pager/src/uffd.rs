@@ -48,6 +48,7 @@ const IOCTL_WAKE: u64 = ioctl_number(READ, 0x02, size_of::<RangeArg>());
 const IOCTL_COPY: u64 = ioctl_number(READ_WRITE, 0x03, size_of::<CopyArg>());
 const IOCTL_ZEROPAGE: u64 = ioctl_number(READ_WRITE, 0x04, size_of::<ZeropageArg>());
 const IOCTL_MOVE: u64 = ioctl_number(READ_WRITE, 0x05, size_of::<MoveArg>());
+const IOCTL_POISON: u64 = ioctl_number(READ_WRITE, 0x08, size_of::<ZeropageArg>());
 const IOCTL_WRITEPROTECT: u64 = ioctl_number(READ_WRITE, 0x06, size_of::<WriteprotectArg>());
 /// `USERFAULTFD_IOC_NEW` of `/dev/userfaultfd`.
 const IOCTL_NEW: u64 = 0xAA << 8;
@@ -330,6 +331,19 @@ impl Uffd {
             Err(_) if argument.zeroed > 0 => Ok(argument.zeroed as usize),
             Err(error) => Err(error),
         }
+    }
+
+    /// Marks missing pages as broken: a thread that waits for one of them, or accesses it later,
+    /// gets SIGBUS.
+    ///
+    /// # Errors
+    /// As for [`Uffd::copy`], and `EINVAL` before Linux 6.6.
+    ///
+    /// # Safety
+    /// `start` is memory that the caller pages.
+    pub unsafe fn poison(&self, start: usize, len: usize) -> io::Result<()> {
+        let mut argument = ZeropageArg { range: range(start, len), mode: 0, zeroed: 0 };
+        ioctl(self.fd.as_raw_fd(), IOCTL_POISON, &mut argument)
     }
 
     /// Write-protects the mapped pages of the range. Wakes no thread.

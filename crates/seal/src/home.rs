@@ -36,14 +36,20 @@ impl Home {
         let home = Self(page);
         // SAFETY: the page belongs to `home`. The advice changes only the content in a child.
         unsafe { madvise(page.as_ptr().cast(), BYTES, Advice::LinuxWipeOnFork) }.map_err(failed)?;
-        home.word().store(AT_HOME, Ordering::Release);
+        home.settle();
         Ok(home)
     }
 
-    /// Returns whether this process is a forked child of the process that made this value.
+    /// Returns whether this process is a forked child of the process that made this value, or that
+    /// settled last.
     #[inline]
     pub fn is_left(&self) -> bool {
         self.word().load(Ordering::Acquire) != AT_HOME
+    }
+
+    /// Makes this process the home.
+    pub fn settle(&self) {
+        self.word().store(AT_HOME, Ordering::Release);
     }
 
     fn word(&self) -> &AtomicU64 {

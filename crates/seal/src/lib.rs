@@ -60,6 +60,7 @@ mod sealer;
 use std::fmt;
 use std::str::FromStr;
 
+pub use home::Home;
 pub use sealer::{Random, Sealer, Statistics};
 
 /// Bytes of an authentication tag.

@@ -1,4 +1,4 @@
-/* One thread creates children, by fork(3) or by the raw system call, while another thread writes
+/* One thread creates children, by fork(3), by syscall(2) or by an instruction, while another thread writes
  * more pages than the limit allows. Pages are therefore evicted during forks. */
 #include <pthread.h>
 #include <stdatomic.h>
@@ -25,16 +25,25 @@ static void *change(void *pages) {
     return 0;
 }
 
+static pid_t by_instruction(void) {
+    long result;
+    __asm__ volatile("syscall" : "=a"(result) : "a"(SYS_fork) : "rcx", "r11", "memory");
+    return (pid_t)result;
+}
+
 int main(int count, char **arguments) {
     CHECK(count == 3);
-    int is_raw = !strcmp(arguments[1], "raw"), children = atoi(arguments[2]);
+    const char *way = arguments[1];
+    int children = atoi(arguments[2]);
     unsigned *kept = malloc(KEPT * PAGE), *changed = calloc(CHANGED, PAGE);
     CHECK(kept && changed);
     for (unsigned i = 0; i < KEPT; i++) kept[i * (PAGE / 4)] = i;
     pthread_t thread;
     CHECK(!pthread_create(&thread, 0, change, changed));
     for (int c = 0; c < children; c++) {
-        pid_t child = is_raw ? (pid_t)syscall(SYS_fork) : fork();
+        pid_t child = !strcmp(way, "fork") ? fork()
+            : !strcmp(way, "number")       ? (pid_t)syscall(SYS_fork)
+                                           : by_instruction();
         CHECK(child >= 0);
         if (child == 0) {
             for (unsigned i = (unsigned)c % 7; i < KEPT; i += 7) CHECK(kept[i * (PAGE / 4)] == i);

@@ -1,5 +1,5 @@
 //! Interposes `syscall`, on x86-64: to detect a seccomp filter for all threads, and for the system
-//! calls of [`crate::unpinned`], [`crate::credentials`] and [`crate::exec`].
+//! calls of [`crate::unpinned`], [`crate::credentials`], [`crate::exec`] and [`crate::clones`].
 //!
 //! A program's filter with `SECCOMP_FILTER_FLAG_TSYNC` also applies to the pager's threads, which
 //! need system calls that no program's filter expects (`ioctl` on a userfaultfd). The kernel would
@@ -15,7 +15,7 @@ mod x86_64 {
     use pager::sys::{self, system_call};
 
     use crate::reentrancy::ReentrancyGuard;
-    use crate::{credentials, early, exec, unpinned};
+    use crate::{clones, credentials, early, exec, unpinned};
 
     /// syscall(2). Calls no other function unless the system call is interposed or fails. So this
     /// function also works before the library is relocated, and where the system call returns on
@@ -62,6 +62,13 @@ mod x86_64 {
             "je 3f",
             "cmp rax, {setgroups}",
             "je 3f",
+            "cmp rax, {fork}",
+            "je {forks}",
+            "cmp rax, {clone}",
+            "je 4f",
+            "cmp rax, {clone3}",
+            "je 5f",
+            "6:",
             "mov r10, rcx",
             "mov r9, [rsp + 8]",
             "syscall",
@@ -74,6 +81,24 @@ mod x86_64 {
             "3:",
             "mov r9, rax",
             "jmp {credentials}",
+            // A child that shares its parent's memory, or begins on another stack, returns from
+            // this function itself.
+            "4:",
+            "test edi, {shares}",
+            "jnz 6b",
+            "test rsi, rsi",
+            "jnz 6b",
+            "jmp {clones}",
+            "5:",
+            "test rdi, rdi",
+            "jz 6b",
+            "cmp rsi, {arguments}",
+            "jb 6b",
+            "test dword ptr [rdi], {shares}",
+            "jnz 6b",
+            "cmp qword ptr [rdi + {stack}], 0",
+            "jne 6b",
+            "jmp {clones3}",
             seccomp = const libc::SYS_seccomp,
             vmsplice = const libc::SYS_vmsplice,
             setsockopt = const libc::SYS_setsockopt,
@@ -88,6 +113,12 @@ mod x86_64 {
             setresuid = const libc::SYS_setresuid,
             setresgid = const libc::SYS_setresgid,
             setgroups = const libc::SYS_setgroups,
+            fork = const libc::SYS_fork,
+            clone = const libc::SYS_clone,
+            clone3 = const libc::SYS_clone3,
+            shares = const libc::CLONE_VM,
+            arguments = const clones::ARGUMENTS_BYTES,
+            stack = const clones::STACK_OFFSET,
             failed = sym failed,
             filter = sym seccomp,
             copy = sym unpinned::vmsplice_by_number,
@@ -95,6 +126,9 @@ mod x86_64 {
             program = sym exec::execve_by_number,
             program_at = sym exec::execveat_by_number,
             credentials = sym credentials::by_number,
+            forks = sym clones::fork_by_number,
+            clones = sym clones::clone_by_number,
+            clones3 = sym clones::clone3_by_number,
         )
     }
 

@@ -1,8 +1,9 @@
 //! Functions that change only the calling thread's credentials: the pager's threads repeat them
 //! ([`pager::credentials`]).
 //!
-//! `setuid` and its kin are not interposed, because glibc makes all threads repeat them. By number
-//! (`syscall`), they change one thread only, and are repeated too.
+//! glibc makes all threads repeat `setuid` and its kin, but not the process that serves forked
+//! children: it follows after them. By number (`syscall`), they change one thread only, and are
+//! repeated too.
 
 use std::ffi::{c_int, c_long, c_void};
 
@@ -129,6 +130,60 @@ unsafe fn repeat(number: c_long, arguments: [usize; 6]) {
     }
     // SAFETY: the other calls have no pointers; `copied` lives until all threads have answered.
     unsafe { credentials::follow(number, own) };
+}
+
+/// Functions that glibc makes all threads repeat.
+macro_rules! for_all_threads {
+    ($($name:ident, $symbol:literal, ($($argument:ident: $type:ty),*);)*) => {
+        /// Looks the C library's functions up. Otherwise the first call would do so, perhaps in a
+        /// signal handler, where `dlsym` is not allowed.
+        pub fn prepare() {
+            $(next::$name.prepare();)*
+        }
+
+        #[allow(non_upper_case_globals)]
+        mod next {
+            use super::Next;
+            $(pub static $name: Next = Next::new($symbol);)*
+        }
+
+        $(
+            /// As the C library's function. Then the process that serves forked children follows.
+            ///
+            /// # Safety
+            /// As for the C library's function.
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
+                type Change = unsafe extern "C" fn($($type),*) -> c_int;
+                if !early::is_relocated() {
+                    return -1;
+                }
+                // SAFETY: the C library's function of this name has this type; the arguments are
+                // the program's.
+                let result = next::$name.call(|next| unsafe {
+                    std::mem::transmute::<*mut c_void, Change>(next)($($argument),*)
+                });
+                if result == 0 && crate::pager().is_some() && !reentrancy::is_reentrant() {
+                    let _guard = ReentrancyGuard::new();
+                    credentials::server_follows();
+                }
+                result
+            }
+        )*
+    };
+}
+
+for_all_threads! {
+    setuid, c"setuid", (id: libc::uid_t);
+    setgid, c"setgid", (id: libc::gid_t);
+    seteuid, c"seteuid", (id: libc::uid_t);
+    setegid, c"setegid", (id: libc::gid_t);
+    setreuid, c"setreuid", (real: libc::uid_t, effective: libc::uid_t);
+    setregid, c"setregid", (real: libc::gid_t, effective: libc::gid_t);
+    setresuid, c"setresuid", (real: libc::uid_t, effective: libc::uid_t, saved: libc::uid_t);
+    setresgid, c"setresgid", (real: libc::gid_t, effective: libc::gid_t, saved: libc::gid_t);
+    setgroups, c"setgroups", (count: usize, groups: *const libc::gid_t);
+    initgroups, c"initgroups", (user: *const libc::c_char, group: libc::gid_t);
 }
 
 type Start = extern "C" fn(*mut c_void) -> *mut c_void;

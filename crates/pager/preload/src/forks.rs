@@ -8,8 +8,10 @@
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use pager::Pager;
+
 use crate::direct::Next;
-use crate::{heap, pager, reentrancy};
+use crate::{heap, paged_memory, pager, reentrancy};
 
 type Handler = Option<unsafe extern "C" fn()>;
 type Register = unsafe extern "C" fn(Handler, Handler, Handler, *mut c_void) -> c_int;
@@ -44,23 +46,36 @@ pub unsafe extern "C" fn __register_atfork(
     })
 }
 
-unsafe extern "C" fn before() {
+/// True if the pager has prepared the fork in progress. A child without threads of a pager
+/// ([`crate::unseen`]) forks without the pager.
+static PREPARED: AtomicBool = AtomicBool::new(false);
+
+/// Runs before each fork.
+pub unsafe extern "C" fn before() {
     let _guard = reentrancy::ReentrancyGuard::new();
-    if let Some(pager) = pager() {
+    let pager = pager();
+    if let Some(pager) = pager {
         pager.before_fork();
     }
+    PREPARED.store(pager.is_some(), Ordering::Release);
 }
 
-unsafe extern "C" fn after_in_parent() {
+fn prepared() -> Option<&'static Pager> {
+    if PREPARED.load(Ordering::Acquire) { paged_memory() } else { None }
+}
+
+/// Runs in the parent after each fork, also one that failed.
+pub unsafe extern "C" fn after_in_parent() {
     let _guard = reentrancy::ReentrancyGuard::new();
-    if let Some(pager) = pager() {
+    if let Some(pager) = prepared() {
         pager.after_fork_in_parent();
     }
 }
 
-unsafe extern "C" fn after_in_child() {
+/// Runs in the child after each fork.
+pub unsafe extern "C" fn after_in_child() {
     let _guard = reentrancy::ReentrancyGuard::new();
-    if let Some(pager) = pager() {
+    if let Some(pager) = prepared() {
         heap::renew_in_child();
         pager.after_fork_in_child();
     }

@@ -11,6 +11,8 @@
 mod brk;
 mod bss;
 mod calls;
+#[cfg(target_arch = "x86_64")]
+mod clones;
 mod credentials;
 mod descriptors;
 mod direct;
@@ -26,9 +28,11 @@ mod mapping;
 mod own_memory;
 mod redirect;
 mod reentrancy;
+mod segv;
 mod thread_exit;
 mod tools;
 mod unpinned;
+mod unseen;
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::Arc;
@@ -47,9 +51,15 @@ static INTERNAL: heap::Internal = heap::Internal;
 
 static ARENA_OPEN: AtomicBool = AtomicBool::new(false);
 
-/// Returns the pager, once it is set up. Before this library is relocated ([`early`]), the pager
-/// crate's variable cannot be accessed.
+/// Returns the pager, once it is set up. `None` in a child that has no threads of a pager
+/// ([`unseen`]), although parts of its memory are paged.
 fn pager() -> Option<&'static Pager> {
+    paged_memory().filter(|_| !unseen::is_this_process())
+}
+
+/// Returns the pager of which this process has a copy: it tells which memory is paged. Before this
+/// library is relocated ([`early`]), the pager crate's variable cannot be accessed.
+fn paged_memory() -> Option<&'static Pager> {
     if early::is_relocated() { pager::current() } else { None }
 }
 
@@ -73,6 +83,10 @@ extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *
         ));
     }
     own_memory::prepare();
+    credentials::prepare();
+    segv::prepare();
+    #[cfg(target_arch = "x86_64")]
+    clones::prepare();
     let get = |name: &str| {
         // SAFETY: the loader passes the environment as C strings, terminated by null.
         unsafe { variable(environment, name) }
@@ -163,6 +177,9 @@ fn start(config: &Config) -> Result<(), Error> {
         });
     }
     forks::register();
+    if !pager.reports_forks() {
+        segv::install();
+    }
     bss::adopt(pager);
     ARENA_OPEN.store(true, Ordering::Release);
     exec::is_paged();

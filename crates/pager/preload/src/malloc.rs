@@ -42,7 +42,7 @@ fn or_no_memory(block: *mut c_void) -> *mut c_void {
 /// Returns true for a block of mimalloc. The rest of the region contains mappings and the program
 /// break, where other allocators of the program have their blocks.
 fn in_arena(block: *const c_void) -> bool {
-    crate::pager().is_some_and(|pager| pager.region().arena_contains(block as usize))
+    crate::paged_memory().is_some_and(|pager| pager.region().arena_contains(block as usize))
 }
 
 /// Allocates unpaged memory; returns null if there is none. `align` is a power of two.

@@ -9,6 +9,7 @@ use pager::sys::{self, system_call};
 
 use crate::early::{self, set_errno};
 use crate::reentrancy::{ReentrancyGuard, is_reentrant};
+use crate::unseen;
 
 fn failed(errno: i32) -> i32 {
     set_errno(errno);
@@ -154,6 +155,9 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, len: usize, advice: i32) 
     if is_owned(address, len) {
         return paged(|pager| pager.advise(address, len, advice));
     }
+    if let Some(answered) = unseen::advise(address, len, advice) {
+        return answer(answered);
+    }
     // SAFETY: the program's own request.
     unsafe { early::kernel(libc::SYS_madvise, [address, len, advice as usize, 0, 0, 0]) }
 }
@@ -170,7 +174,7 @@ pub unsafe extern "C" fn process_madvise(
     advice: c_int,
     flags: c_uint,
 ) -> isize {
-    if crate::pager().is_none() || flags != 0 || !is_this_process(process) {
+    if crate::paged_memory().is_none() || flags != 0 || !is_this_process(process) {
         let (process, advice) = (process as usize, advice as usize);
         let arguments = [process, ranges as usize, count, advice, flags as usize, 0];
         // SAFETY: the program's own request.
@@ -253,6 +257,7 @@ pub unsafe extern "C" fn mremap(
         // A foreign mapping moved over paged memory would be unknown to the pager.
         return answer_address(Err(libc::EINVAL));
     }
+    unseen::check_remap(address, old_len);
     // SAFETY: the program's own request.
     answer_address(unsafe {
         let arguments = [address, old_len, new_len, flags as usize, new_address, 0];

@@ -105,7 +105,7 @@ impl Access {
         let Some(page) = self.address(done).map(|address| address / PAGE_BYTES * PAGE_BYTES) else {
             return false;
         };
-        if !crate::pager().is_some_and(|pager| pager.region().overlaps(page, 1)) {
+        if !crate::paged_memory().is_some_and(|pager| pager.region().overlaps(page, 1)) {
             return false;
         }
         let advice = if self.writes { MADV_POPULATE_WRITE } else { MADV_POPULATE_READ };

@@ -96,9 +96,14 @@ impl Inbox {
         }
     }
 
-    /// Returns the descriptor from which [`take_child`] reads.
+    /// Returns the descriptor from which [`take_arrival`] reads.
     pub fn reader(&self) -> RawFd {
         self.reader.as_raw_fd()
+    }
+
+    /// Returns the descriptor to which a zero word is written, to end the page server.
+    pub fn writer(&self) -> RawFd {
+        self.writer.as_raw_fd()
     }
 
     /// Sends a child. The caller has counted it as a dependent.
@@ -111,14 +116,23 @@ impl Inbox {
     }
 }
 
-/// Takes the next child out of an inbox, by its reader; `None` if the inbox is empty.
-pub(super) fn take_child(reader: RawFd) -> Option<Box<Child>> {
+/// A message in an inbox.
+pub(super) enum Arrival {
+    Child(Box<Child>),
+    /// The page server must end, because the program has changed its credentials.
+    End,
+}
+
+/// Takes the next message out of an inbox, by its reader; `None` if the inbox is empty.
+pub(super) fn take_arrival(reader: RawFd) -> Option<Arrival> {
     let mut pointer = [0u8; size_of::<usize>()];
     // SAFETY: valid for the write.
     let got = unsafe { libc::read(reader, pointer.as_mut_ptr().cast(), pointer.len()) };
-    // SAFETY: the pointer was written by `Inbox::put`, and is read only once.
-    (got == pointer.len() as isize)
-        .then(|| unsafe { Box::from_raw(usize::from_ne_bytes(pointer) as *mut Child) })
+    (got == pointer.len() as isize).then(|| match usize::from_ne_bytes(pointer) {
+        0 => Arrival::End,
+        // SAFETY: the pointer was written by `Inbox::put`, and is read only once.
+        pointer => Arrival::Child(unsafe { Box::from_raw(pointer as *mut Child) }),
+    })
 }
 
 impl Child {

@@ -17,8 +17,8 @@
 //!   after_fork: ChildSetup::end       \-------->     libc continues
 //! ```
 //!
-//! Outside of a fork, the region has MADV_DONTFORK. So a child made by a raw system call, or by a
-//! function that calls no atfork handlers, finds no memory there instead of zeros.
+//! Outside of a fork, the region has MADV_DONTFORK. So a child made by an instruction of the
+//! program, past libc, finds no memory there instead of zeros.
 
 use std::fmt::Write;
 use std::io;
@@ -205,14 +205,20 @@ fn touch_stack() {
 /// function must make system calls only through [`dispatch::bare`].
 fn on_syscall(number: i64, arguments: [u64; 6]) -> i64 {
     const AGAIN: i64 = -(libc::EAGAIN as i64);
-    let makes_process = match number {
-        libc::SYS_clone if arguments[0] & libc::CLONE_VM as u64 != 0 => return AGAIN,
-        libc::SYS_clone3 | libc::SYS_vfork => return AGAIN,
-        libc::SYS_clone | libc::SYS_fork => true,
-        _ => false,
+    let flags = match number {
+        libc::SYS_clone => arguments[0],
+        libc::SYS_fork => 0,
+        libc::SYS_vfork => libc::CLONE_VM as u64,
+        // The first word of `struct clone_args` has the flags. libc makes no such call here, so
+        // the caller is the preload library, and has read the structure.
+        libc::SYS_clone3 if arguments[0] != 0 => {
+            // SAFETY: as explained.
+            unsafe { (arguments[0] as *const u64).read_unaligned() }
+        }
+        _ => return dispatch::bare(number, arguments),
     };
-    if !makes_process {
-        return dispatch::bare(number, arguments);
+    if flags & libc::CLONE_VM as u64 != 0 {
+        return AGAIN;
     }
     // SAFETY: set before the first redirected call, and cleared after the last.
     let setup = unsafe { CURRENT.load(Ordering::Acquire).as_ref() };

@@ -44,6 +44,7 @@ mod child_setup;
 pub(crate) mod inheritance;
 mod page_server;
 pub(crate) mod state;
+pub mod unseen;
 
 use std::io;
 use std::mem::ManuallyDrop;
@@ -239,6 +240,7 @@ impl Pager {
         // SAFETY: this thread is the copy of the thread that holds `space`.
         let Some(guards) = (unsafe { (*self.forks.guards.get()).take() }) else { return };
         let ForkGuards { space, protection, blocked, calls, notices, setup, .. } = guards;
+        unseen::settle();
         // No other thread exists yet. The thread that is started below may need these locks,
         // because the allocator may drop pages in any call.
         drop((space, protection));

@@ -13,6 +13,9 @@
 //!     waits for its end     <-- exit --     every child has ended or needs no more pages
 //! ```
 //!
+//! A page server also ends when the program has changed its credentials ([`crate::credentials`]).
+//! The next one has those of the thread.
+//!
 //! The thread lends its thread-local storage to the process. Meanwhile it makes no call that uses
 //! thread-local storage.
 //!
@@ -29,9 +32,10 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
 use super::channel::{self, Message};
-use super::child::{Child, Inbox, Touched, take_child};
+use super::child::{Arrival, Child, Inbox, Touched, take_arrival};
 use super::inheritance::set_page_server;
 use crate::config::EXIT_PAGER;
+use crate::credentials;
 use crate::page_table::PageId;
 use crate::pager::Pager;
 use crate::priority::HandlerPriority;
@@ -55,16 +59,17 @@ const STACK_BYTES: usize = 256 << 10;
 /// Creates the inbox and the thread that reads it. Called on a thread of the pager.
 pub(super) fn open_inbox(pager: &Arc<Pager>) -> io::Result<Inbox> {
     let inbox = Inbox::new()?;
-    let (pager, reader) = (pager.clone(), inbox.reader());
+    let (pager, reader, writer) = (pager.clone(), inbox.reader(), inbox.writer());
     spawn("granary-keeper", move || {
         pager.enter();
-        run_server_thread(&pager, reader);
+        run_server_thread(&pager, reader, credentials::serves_children(writer));
     })?;
     Ok(inbox)
 }
 
 /// Runs the parent's thread: starts a page server whenever there is a child, and waits for its end.
-fn run_server_thread(pager: &Arc<Pager>, inbox: RawFd) {
+/// The kernel keeps the page server's process id in `id`.
+fn run_server_thread(pager: &Arc<Pager>, inbox: RawFd, id: *mut i32) {
     let stack = sys::map_anonymous(STACK_BYTES).ok();
     let mut server = PageServer::new(pager, inbox);
     // Formatted in advance: a killed page server may have held the lock of the heap.
@@ -81,7 +86,11 @@ fn run_server_thread(pager: &Arc<Pager>, inbox: RawFd) {
         if server.children.is_empty() && unsafe { libc::poll(&mut poll, 1, -1) } != 1 {
             continue;
         }
-        const FLAGS: i32 = libc::CLONE_VM | libc::CLONE_FILES | libc::CLONE_UNTRACED;
+        const FLAGS: i32 = libc::CLONE_VM
+            | libc::CLONE_FILES
+            | libc::CLONE_UNTRACED
+            | libc::CLONE_PARENT_SETTID
+            | libc::CLONE_CHILD_CLEARTID;
         // SAFETY: the page server's stack is used by no other thread while it lives. This thread's
         // storage, and `server`, belong to that process until it has ended.
         let process = stack.map_or(-1, |stack| unsafe {
@@ -90,6 +99,9 @@ fn run_server_thread(pager: &Arc<Pager>, inbox: RawFd) {
                 (stack + STACK_BYTES) as *mut libc::c_void,
                 FLAGS,
                 (&raw mut server).cast(),
+                id,
+                std::ptr::null_mut::<libc::c_void>(),
+                id,
             )
         });
         if process > 0 {
@@ -185,17 +197,23 @@ impl<'a> PageServer<'a> {
         }
     }
 
-    /// Serves children until none is left.
+    /// Serves children until none is left, or the page server must end.
     fn serve(&mut self) {
         let mut polls: Vec<libc::pollfd> = Vec::new();
         let mut start = sys::now_ns();
         loop {
             self.is_busy.store(true, Ordering::Release);
-            while let Some(child) = take_child(self.inbox) {
-                self.add(*child);
-                self.pager.forks.note_child_added();
+            let mut must_end = false;
+            while let Some(arrival) = take_arrival(self.inbox) {
+                match arrival {
+                    Arrival::Child(child) => {
+                        self.add(*child);
+                        self.pager.forks.note_child_added();
+                    }
+                    Arrival::End => must_end = self.is_process,
+                }
             }
-            if self.children.is_empty() {
+            if self.children.is_empty() || must_end {
                 drop(polls);
                 self.is_busy.store(false, Ordering::Release);
                 return;
@@ -456,14 +474,22 @@ impl<'a> PageServer<'a> {
                 return;
             }
         } else if child.pages_served >= pager.pages.sizes.limit {
-            sys::say(&format!(
-                "a process that process {} made by a raw system call needs more memory than its \
-                 bound (--local), so it ends now; a process made by fork() has no such limit",
-                crate::descriptor::program()
-            ));
-            // SAFETY: a thread of the child, as reported by the kernel.
-            unsafe { libc::kill(fault.thread as i32, libc::SIGKILL) };
-            return;
+            // Ends the thread by SIGBUS. The kernel reports a thread's id in the namespace of the
+            // child, so a signal to that id could reach another process.
+            // SAFETY: memory of the child, whose faults this process serves.
+            let ends = unsafe { faults.poison(fault.address, PAGE_BYTES) }.is_ok();
+            if ends || child.pages_served == pager.pages.sizes.limit {
+                let effect = if ends { "ends now by SIGBUS" } else { "goes beyond the bound" };
+                sys::say(&format!(
+                    "a process that process {} made by a system call past libc needs more memory \
+                     than its bound (--local), so it {effect}; a process made by fork() has no \
+                     such limit",
+                    crate::descriptor::program()
+                ));
+            }
+            if ends {
+                return;
+            }
         }
         child.pages_served += 1;
         child.touched.borrow_mut().insert(page.0 / channel::BLOCK_PAGES);

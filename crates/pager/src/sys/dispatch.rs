@@ -20,6 +20,7 @@ mod x86_64 {
     use std::sync::atomic::{AtomicPtr, Ordering};
 
     use super::Serve;
+    use crate::sys::{Action, SIGNAL_SET_BYTES};
 
     const PR_SET_SYSCALL_USER_DISPATCH: i32 = 59;
     const OFF: usize = 0;
@@ -27,8 +28,6 @@ mod x86_64 {
     /// `si_code` of a SIGSYS by Syscall User Dispatch.
     const SYS_USER_DISPATCH: i32 = 2;
     const SA_RESTORER: u64 = 0x0400_0000;
-    /// Bytes of the kernel's `sigset_t`.
-    const SET_BYTES: usize = 8;
     const SIGSYS_BIT: u64 = 1 << (libc::SIGSYS - 1);
 
     // `granary_bare_syscall` is like `syscall(3)`, but takes the arguments by pointer and leaves
@@ -68,16 +67,6 @@ mod x86_64 {
         fn granary_bare_end();
     }
 
-    /// The kernel's `struct sigaction`.
-    #[repr(C)]
-    #[derive(Clone, Copy, Default)]
-    struct Action {
-        handler: usize,
-        flags: u64,
-        restorer: usize,
-        mask: u64,
-    }
-
     /// Makes a system call that is not redirected. Returns the kernel's result, with errors as
     /// negative numbers.
     pub fn bare(number: i64, arguments: [u64; 6]) -> i64 {
@@ -96,8 +85,13 @@ mod x86_64 {
 
     fn set_action(new: &Action, old: Option<&mut Action>) -> io::Result<()> {
         let old = old.map_or(std::ptr::null_mut(), |old| old as *mut Action);
-        let arguments =
-            [libc::SIGSYS as usize, new as *const Action as usize, old as usize, SET_BYTES, 0];
+        let arguments = [
+            libc::SIGSYS as usize,
+            new as *const Action as usize,
+            old as usize,
+            SIGNAL_SET_BYTES,
+            0,
+        ];
         call(libc::SYS_rt_sigaction, arguments)
     }
 
@@ -149,13 +143,13 @@ mod x86_64 {
             let sys = SIGSYS_BIT;
             let (new, old) = (&raw const sys as usize, &raw mut self.mask as usize);
             let how = libc::SIG_UNBLOCK as usize;
-            call(libc::SYS_rt_sigprocmask, [how, new, old, SET_BYTES, 0])
+            call(libc::SYS_rt_sigprocmask, [how, new, old, SIGNAL_SET_BYTES, 0])
         }
 
         fn restore(&self) {
             let how = libc::SIG_SETMASK as usize;
             let mask = &raw const self.mask as usize;
-            let _ = call(libc::SYS_rt_sigprocmask, [how, mask, 0, SET_BYTES, 0]);
+            let _ = call(libc::SYS_rt_sigprocmask, [how, mask, 0, SIGNAL_SET_BYTES, 0]);
             let _ = set_action(&self.action, None);
         }
     }

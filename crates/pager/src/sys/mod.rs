@@ -9,8 +9,11 @@ use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 pub mod dispatch;
+mod signals;
 
 pub use units::PAGE_BYTES;
+
+pub use self::signals::{Action, SIGNAL_SET_BYTES};
 
 /// log2 of [`PAGE_BYTES`].
 pub const PAGE_SHIFT: u32 = 12;
