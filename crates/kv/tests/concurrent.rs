@@ -148,6 +148,44 @@ fn operations_are_linearizable_per_key() {
     assert!(splits > seeds(), "{splits} splits in {} runs", seeds());
 }
 
+/// Writers that wait at the gates of two subtables write to the one that replaces them.
+#[test]
+fn writes_beside_a_merge_are_not_lost() {
+    const KEYS: u64 = 8;
+    let merges = std::cell::Cell::new(0);
+    for seed in 0..seeds() {
+        let cases = cases(1);
+        let (column, settings) = cases[seed as usize % cases.len()].clone();
+        let world = World::new(4096, 1 << 20, true, seed);
+        let store = world.create(settings);
+        for key in 0..60 {
+            let (name, value) = (name(key), encode(0));
+            block_on(store.set(0, &name, &value, SetOptions::default())).expect("a write");
+        }
+        for key in KEYS..60 {
+            assert!(block_on(store.delete(0, &name(key))).expect("a deletion"));
+        }
+        let (store, merges) = (&store, &merges);
+        let write = |key: u64| async move {
+            for number in 1..4 {
+                let set = store.set(0, &name(key), &encode(number), SetOptions::default()).await;
+                set.expect("a write");
+            }
+        };
+        let merge =
+            async move { merges.set(merges.get() + store.merge(0).await.expect("a merge")) };
+        let mut tasks: Vec<Task<'_>> = vec![Box::pin(merge)];
+        tasks.extend((0..KEYS).map(|key| -> Task<'_> { Box::pin(write(key)) }));
+        run(seed, tasks);
+        for key in 0..KEYS {
+            let read = block_on(store.get(0, &name(key))).expect("a read");
+            assert_eq!(read, Some(encode(3)), "{column}, seed {seed}, key {key}");
+        }
+        assert_eq!((store.len(0), world.arena.wrong_frees()), (KEYS, 0), "{column}, seed {seed}");
+    }
+    assert!(merges.get() as u64 > seeds(), "{} merges", merges.get());
+}
+
 /// A task writes one number to two keys; another reads both in one call.
 #[test]
 fn calls_of_several_keys_are_atomic() {

@@ -110,6 +110,29 @@ fn change_of_an_expiry_is_seen_by_a_watch() {
 }
 
 #[test]
+fn call_of_several_keys_is_seen_by_watches_and_keeps_expiries() {
+    for (column, form, mirror) in COLUMNS {
+        let (_world, store) = store(form, mirror, 2);
+        let at = BEGIN + 5000;
+        for key in [b"one", b"two", b"six"] {
+            let options = SetOptions { expiry: Expiry::At(at), ..SetOptions::default() };
+            block_on(store.set(0, key, b"value", options)).expect("a write");
+        }
+        let watch = |key| store.watch(0, key).expect("a watch");
+        let [one, two, six] = [watch(b"one"), watch(b"two"), watch(b"six")];
+        let wanted = [&b"one"[..], b"two"].map(|key| Wanted { db: 0, key, is_read: false });
+        let call = |transaction: &mut kv::Transaction| {
+            transaction.put(0, b"new".to_vec(), Expiry::Keep);
+            transaction.put(1, b"new".to_vec(), Expiry::Never);
+        };
+        block_on(store.atomically(&wanted, call)).expect("a change");
+        assert!(one.is_changed() && two.is_changed() && !six.is_changed(), "{column}");
+        let expiry = |key: &[u8]| block_on(store.expiry(0, key)).expect("a read");
+        assert_eq!((expiry(b"one"), expiry(b"two")), (Some(at), Some(0)), "{column}");
+    }
+}
+
+#[test]
 fn compaction_gives_chunks_back() {
     for (column, form, mirror) in COLUMNS {
         let (world, store) = store(form, mirror, 21);
@@ -298,7 +321,8 @@ fn whole_slabs_make_room_for_a_long_value() {
 fn slabs_with_keys_that_stay_are_not_emptied() {
     for (column, form, mirror) in COLUMNS {
         let (_world, store) = store(form, mirror, 2);
-        let volatile = |i: u32| i >= 200 && (i >= 400 || !i.is_multiple_of(5));
+        // One key of each slab of 28 blocks stays: the choice of a slab may not see it.
+        let volatile = |i: u32| i >= 200 && (i >= 400 || !i.is_multiple_of(28));
         for i in 0..600 {
             let at = Expiry::At(BEGIN + 1000 + u64::from(i));
             let expiry = if volatile(i) { at } else { Expiry::Never };
@@ -309,10 +333,11 @@ fn slabs_with_keys_that_stay_are_not_emptied() {
         let call = store.evict_slabs(1000, Candidates::Volatile, by, None);
         let cleared = block_on(call).expect("an eviction");
         let there = |i: u32| block_on(store.exists(0, &name(i))).expect("a read");
-        assert!((0..400).all(there), "{column}");
-        let left = (400..600).filter(|i| there(*i)).count() as u64;
-        assert!(cleared.slabs > 3 && left < 100, "{column}: {cleared:?}, {left} left");
-        assert_eq!(cleared.keys, 200 - left, "{column}");
+        assert!((0..600).all(|i| volatile(i) || there(i)), "{column}");
+        let count = (0..600).filter(|i| volatile(*i)).count() as u64;
+        let left = (0..600).filter(|i| volatile(*i) && there(*i)).count() as u64;
+        assert!(cleared.slabs > 3 && left < 300, "{column}: {cleared:?}, {left} left");
+        assert_eq!(cleared.keys, count - left, "{column}");
     }
 }
 
