@@ -92,6 +92,17 @@ impl Connection {
         Ok(self.0.get_mut().write_all(bytes.as_bytes())?)
     }
 
+    /// Sends a command as bulk strings, of any length.
+    pub fn send_command(&mut self, words: &[&[u8]]) -> Result<()> {
+        let mut request = format!("*{}\r\n", words.len()).into_bytes();
+        for word in words {
+            request.extend(format!("${}\r\n", word.len()).bytes());
+            request.extend_from_slice(word);
+            request.extend(b"\r\n");
+        }
+        Ok(self.0.get_mut().write_all(&request)?)
+    }
+
     /// Sends an inline command, and reads the first line of its reply.
     pub fn ask(&mut self, command: &str) -> Result<String> {
         self.0.get_mut().write_all(format!("{command}\r\n").as_bytes())?;

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, ensure};
 use granary_tests::kv::{Connection, PATIENCE, Server};
@@ -329,6 +330,62 @@ fn server_begins_again_after_the_end_of_its_memory_node() -> Result<()> {
     let mut server = server;
     let status = server.child.wait()?;
     ensure!(status.code().is_some_and(|code| code != 0), "{status:?}");
+    Ok(())
+}
+
+/// Counts PINGs that are answered until `is_done`.
+fn ping(server: &Server, is_done: &AtomicBool) -> Result<u64> {
+    let mut connection = server.connect()?;
+    let mut answered = 0;
+    while !is_done.load(Ordering::Acquire) {
+        assert_eq!(connection.ask("PING")?, "+PONG");
+        answered += 1;
+    }
+    Ok(answered)
+}
+
+/// A pool full of values of 1 KB has room for longer ones, at the cost of about their bytes, and
+/// other clients are served meanwhile.
+#[test]
+fn long_values_find_room_while_others_are_served() -> Result<()> {
+    const KB: u64 = 1000;
+    let server = Server::start(&["--maxmemory-policy", "allkeys-lru", "--set", "save ''"])?;
+    let mut connection = server.connect()?;
+    let value = vec![b'f'; KB as usize];
+    for first in (0..70_000).step_by(1000) {
+        for key in first..first + 1000 {
+            connection.send_command(&[b"SET", format!("key:{key}").as_bytes(), &value])?;
+        }
+        for _ in 0..1000 {
+            assert_eq!(connection.line()?, "+OK");
+        }
+    }
+    let mut info = server.connect()?;
+    let mut evicted = field(&mut info, "stats", "evicted_keys")? as u64;
+    ensure!(evicted > 1000, "the pool is not full: {evicted} keys evicted");
+    for (bytes, times) in [(10, 10), (200 * KB, 10), (5000 * KB, 3)] {
+        let is_done = AtomicBool::new(false);
+        let long = vec![b'v'; bytes as usize];
+        let pings = std::thread::scope(|scope| -> Result<u64> {
+            let pings = scope.spawn(|| ping(&server, &is_done));
+            let set = (0..times).try_for_each(|time| -> Result<()> {
+                connection.send_command(&[
+                    b"SET",
+                    format!("long:{bytes}:{time}").as_bytes(),
+                    &long,
+                ])?;
+                assert_eq!(connection.line()?, "+OK", "value {time} of {bytes} bytes");
+                Ok(())
+            });
+            is_done.store(true, Ordering::Release);
+            set.and(pings.join().map_err(|_| anyhow::anyhow!("a PING failed"))?)
+        })?;
+        let after = field(&mut info, "stats", "evicted_keys")? as u64;
+        let most = times * (bytes / KB * 2 + 300);
+        ensure!(after - evicted <= most, "{times} x {bytes} bytes evicted {}", after - evicted);
+        ensure!(pings > 0 || bytes == 10, "no PING was answered beside {bytes} bytes");
+        evicted = after;
+    }
     Ok(())
 }
 

@@ -184,6 +184,25 @@ fn transactions_are_seen_whole_and_watches_lose_no_change() {
     assert_eq!(pair.ask_one(1, "MGET a b w"), expected.as_bytes());
 }
 
+/// The key has expired and is not deleted yet, or the work in the background has deleted it.
+#[test]
+fn expiry_of_a_watched_key_ends_its_transaction() {
+    let mut pair = Pair::of_ours(Ours::start(None));
+    pair.connect("2");
+    for round in 0..20 {
+        pair.ask_one(1, &format!("SET key:{round} value PX 3"));
+        pair.ask_one(1, &format!("WATCH key:{round}"));
+        let begin = std::time::Instant::now();
+        // Not by the key: a command that meets the expired key deletes it.
+        while begin.elapsed().as_millis() < 5 {
+            pair.ask_one(1, "PING");
+        }
+        pair.ask_one(1, "MULTI");
+        assert_eq!(pair.ask_one(1, "SET other value"), b"+QUEUED\r\n");
+        assert_eq!(pair.ask_one(1, "EXEC"), b"*-1\r\n", "round {round}");
+    }
+}
+
 /// A key that expires is deleted in the background, and an event tells that.
 #[test]
 fn expired_key_is_deleted_and_told() {

@@ -147,7 +147,7 @@ mod tests {
             updated = value.map(<[u8]>::to_vec);
             Update::Keep
         };
-        let update = block_on(store.update(0, key, keep)).map(|()| updated);
+        let update = block_on(store.update(0, key, keep)).map(|_| updated);
         let wanted = [Wanted { db: 0, key, is_read: true }];
         let read = |call: &mut crate::store::Transaction| call.get(0).map(<[u8]>::to_vec);
         let (condition, get) = (Condition::IfAbsent, true);
