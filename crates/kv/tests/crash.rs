@@ -164,7 +164,7 @@ fn update_survives_a_crash() {
             let value = value.unwrap_or_default();
             Update::Put(Cow::Owned([value, value].concat()), Expiry::Keep)
         };
-        block_on(store.update(0, &name(5), double))
+        block_on(store.update(0, &name(5), double)).map(drop)
     });
 }
 

@@ -161,7 +161,7 @@ fn reads_end_if_the_loss_of_a_memory_node_is_denied() {
             let results = [
                 block_on(store.get(0, &name)).map(drop),
                 block_on(store.get_many(0, &[&name, b"absent"])).map(drop),
-                block_on(store.update(0, &name, |_, _| kv::Update::Keep)),
+                block_on(store.update(0, &name, |_, _| kv::Update::Keep)).map(drop),
                 block_on(store.atomically(&[Wanted { db: 0, key: &name, is_read: true }], |_| ())),
             ];
             let errors = results.iter().filter(|result| result.is_err()).count();
