@@ -140,7 +140,7 @@ fn server_without_descriptors_says_so_once_and_goes_on() -> Result<()> {
     Ok(())
 }
 
-/// A process with few descriptors has fewer connections, and says so.
+/// A process with few descriptors has fewer connections, and a line in the log names them.
 #[test]
 fn few_descriptors_lower_the_limit_of_connections() -> Result<()> {
     let scratch = Scratch::new("kv-few-descriptors");

@@ -90,8 +90,8 @@ impl ChildProcess {
         Ok(Self { input: child.stdin.take(), child, pidfd, output, end })
     }
 
-    /// Returns the process id. It stays valid until the child is reaped: when this value is dropped,
-    /// or when [`read_line`](Self::read_line) reports that the child has ended.
+    /// Returns the process id. It stays valid until the child is reaped: when this value is
+    /// dropped, or when [`read_line`](Self::read_line) reports that the child has ended.
     pub fn pid(&self) -> Pid {
         Pid::from_child(&self.child)
     }

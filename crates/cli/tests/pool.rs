@@ -90,7 +90,11 @@ fn memory_node_serves_reports_status_and_stops() {
 
     let output = granary(["status", "--pool", &pool]).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
-    assert!(stderr(&output).contains("start one with `granary serve`"), "{}", stderr(&output));
+    assert!(
+        stderr(&output).contains("start one with `granary serve --socket PATH`"),
+        "{}",
+        stderr(&output)
+    );
 }
 
 #[test]

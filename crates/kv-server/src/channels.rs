@@ -124,7 +124,7 @@ fn write(mail: &mut Vec<u8>, protocol: Protocol, kind: &str, channel: &[u8], mes
     writer.bulk(message);
 }
 
-/// Writes a message that comes by a pattern.
+/// Writes a message to a channel that a pattern matches.
 fn write_by(
     mail: &mut Vec<u8>,
     protocol: Protocol,

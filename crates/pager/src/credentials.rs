@@ -66,7 +66,7 @@ static SERVER: AtomicU32 = AtomicU32::new(0);
 /// Thread that starts the page server, and the descriptor by which it ends; 0 without one.
 static SERVER_THREAD: AtomicI32 = AtomicI32::new(0);
 static SERVER_INBOX: AtomicI32 = AtomicI32::new(-1);
-/// Id of the page server that was told to end in the current round; 0 without one.
+/// Id of the page server that ends in the current round; 0 without one.
 static ENDING_SERVER: AtomicU32 = AtomicU32::new(0);
 
 /// Called by the thread that starts page servers. A zero word that is written to `inbox` ends the

@@ -33,10 +33,12 @@ impl Pager {
                 Some(Heard::Nothing { seconds }) => sys::say(&format!(
                     "process {} ({}) waits for the pool: the memory node {} has not answered for \
                      {seconds} s, and may be stopped, overloaded or unreachable (see `granary \
-                     status`); the process goes on when it answers",
+                     status`); the process goes on when it answers, and ends after {} s without an \
+                     answer (GRANARY_ANSWER_S)",
                     descriptor::program(),
                     sys::program_name_text(),
-                    self.config.pool
+                    self.config.pool,
+                    self.config.answer_s
                 )),
                 Some(Heard::Again { seconds }) => sys::say(&format!(
                     "the memory node {} answers again, after {seconds} s; process {} goes on",
@@ -73,7 +75,7 @@ impl Pager {
     }
 }
 
-/// What the monitor has to say about the pool.
+/// A change that the monitor reports about the pool.
 #[derive(Debug, PartialEq, Eq)]
 enum Heard {
     Nothing { seconds: u64 },

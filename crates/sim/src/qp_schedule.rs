@@ -195,7 +195,8 @@ impl State {
         self.enter_next(qpn);
     }
 
-    /// Plans the entry into the link of a QP's first flight that has not left, if its data is there.
+    /// Plans the entry into the link of a QP's first flight that has not left, if its data is
+    /// there.
     fn enter_next(&mut self, qpn: Qpn) {
         let (now, qp) = (self.now, self.qp(qpn));
         let ready = qp.flights.get(qp.sent).and_then(|flight| flight.ready);

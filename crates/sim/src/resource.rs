@@ -52,8 +52,8 @@ impl Pipe {
         Time((bytes as f64 * self.ps_per_byte).round() as u64)
     }
 
-    /// Transfers `bytes`, of which the first is there at `from` and the last at `last`; returns when
-    /// the first byte enters and when the last byte has passed.
+    /// Transfers `bytes`, of which the first is there at `from` and the last at `last`; returns
+    /// when the first byte enters and when the last byte has passed.
     ///
     /// Transfers pass in the order of the calls, so a caller waits for the event at `from`.
     pub fn pass(&mut self, from: Time, last: Time, bytes: u64) -> (Time, Time) {

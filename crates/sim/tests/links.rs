@@ -92,8 +92,8 @@ fn hosts() -> (Cluster, [(Host, Mr); 2]) {
     (cluster, [(writer, to), (reader, from)])
 }
 
-/// Returns how long a READ of 64 bytes takes whose responder posts a long WRITE, if it does, `after`
-/// the READ was posted.
+/// Returns how long a READ of 64 bytes takes whose responder posts a long WRITE, if it does,
+/// `after` the READ was posted.
 fn read_beside_a_write(after: Option<Time>) -> Time {
     let (mut cluster, [(writer, to_write), (reader, to_read)]) = hosts();
     let taken = Arc::new(Mutex::new(Time::ZERO));
@@ -116,8 +116,7 @@ fn read_beside_a_write(after: Option<Time>) -> Time {
         }));
     }
     cluster.sim.run_to_end(&fibers).expect("the programs end");
-    let taken = *taken.lock();
-    taken
+    *taken.lock()
 }
 
 #[test]

@@ -379,8 +379,8 @@ pub trait CompletionQueue: Clone + Send + Sync + 'static {
         false
     }
 
-    /// Returns the time of the CQ's NIC, as [`Nic::now`]. Limits of waits for completions use it, so
-    /// that a simulator can make them virtual.
+    /// Returns the time of the CQ's NIC, as [`Nic::now`]. Limits of waits for completions use it,
+    /// so that a simulator can make them virtual.
     fn now(&self) -> Duration {
         monotonic()
     }

@@ -1,5 +1,5 @@
-/* One thread creates children, by fork(3), by syscall(2) or by an instruction, while another thread writes
- * more pages than the limit allows. Pages are therefore evicted during forks. */
+/* One thread creates children, by fork(3), by syscall(2) or by an instruction, while another thread
+ * writes more pages than the limit allows. Pages are therefore evicted during forks. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>

@@ -2,8 +2,8 @@
 //! ([`pager::fork::unseen`]).
 //!
 //! Where the kernel reports forks, granary-keeper serves the pages that the child has inherited.
-//! The child has no thread of a pager, and only a copy of the pager's state, so its mappings are the
-//! kernel's. Two calls on inherited memory would give wrong data then: the keeper would bring
+//! The child has no thread of a pager, and only a copy of the pager's state, so its mappings are
+//! the kernel's. Two calls on inherited memory would give wrong data then: the keeper would bring
 //! dropped pages back, and pages that are missing would read as zeros at another address.
 //! Where the kernel reports no forks, the child has no inherited memory, and ends at its first
 //! access ([`crate::segv`]).

@@ -1,7 +1,7 @@
 //! Pages that come back from the pool, by the number of pages that were taken out in between.
 //!
-//! That number of pages is the room that was missing: with so many more pages, the page would have
-//! stayed. Stamps of the replacement policy measure it ([`super::RECENT_STAMPS`]).
+//! That number is the room that was missing: under a bound that is larger by it, the page would
+//! have stayed. Stamps of the replacement policy measure it ([`super::RECENT_STAMPS`]).
 
 use super::RECENT_STAMPS;
 

@@ -124,9 +124,9 @@ impl Engine {
         self.core.peek(&mut self.wqe, qpn, None)
     }
 
-    /// Like [`Engine::peek`], for the operation at index `at` of the send ring, or for the next one.
-    /// `None` if no operation may be executed there. The index is [`Next::after`] of an operation
-    /// that was not executed yet.
+    /// Like [`Engine::peek`], for the operation at index `at` of the send ring, or for the next
+    /// one. `None` if no operation may be executed there. The index is [`Next::after`] of an
+    /// operation that was not executed yet.
     pub fn peek_at(&mut self, qpn: Qpn, at: Option<u16>) -> Option<Next> {
         self.core.peek(&mut self.wqe, qpn, at)
     }

@@ -80,8 +80,8 @@ impl Environment for Seeded {
     }
 }
 
-/// Returns a time within a tenth of `ns`, evenly distributed. Threads with the same time would run in
-/// lockstep, and meet at the same resource.
+/// Returns a time within a tenth of `ns`, evenly distributed. Threads with the same time would run
+/// in lockstep, and meet at the same resource.
 fn varied(random: &mut Random, ns: u64) -> u64 {
     ns - ns / 10 + random.below(ns / 5 + 1)
 }
