@@ -72,7 +72,7 @@ fn full_queue_of_a_stopped_node_does_not_stop_status() -> Result<()> {
 #[test]
 fn stopped_node_ends_a_paged_program() -> Result<()> {
     let node = MemoryNode::start("faults-paged", &["--memory", "256MiB"])?;
-    let site = Site::new(NodeKind::Private, "faults-paged", 8 << 20, "256MiB");
+    let site = Site::new(NodeKind::Private, "faults-program", 8 << 20, "256MiB");
     let program = site.scratch.compile("holder", include_str!("pager_programs/holder.c"));
     let mut command = Command::new(granary());
     command.args(["run", "--local", "8MiB", "--pool"]);

@@ -441,9 +441,16 @@ mod tests {
     #[test]
     fn own_mappings_are_measured() {
         let bytes = 24 << 20;
-        let base = sys::map_anonymous(bytes).unwrap();
-        // SAFETY: just mapped, and used only here.
-        unsafe { std::ptr::write_bytes(base as *mut u8, 1, bytes) };
+        let page = sys::PAGE_BYTES;
+        let mapped = sys::map_anonymous(bytes + 2 * page).unwrap();
+        let base = mapped + page;
+        // SAFETY: just mapped, and used only here. The kernel shows adjacent mappings of the same
+        // access as one, which could begin in memory of another test.
+        unsafe {
+            sys::mprotect(mapped, page, libc::PROT_NONE).unwrap();
+            sys::mprotect(base + bytes, page, libc::PROT_NONE).unwrap();
+            std::ptr::write_bytes(base as *mut u8, 1, bytes);
+        }
         // One text for all three, because other tests allocate meanwhile.
         let mut text = Vec::new();
         sys::open_own(c"/proc/self/smaps").unwrap().read_to_end(&mut text).unwrap();
@@ -453,7 +460,7 @@ mod tests {
         let programs = UnpagedUsage::read(&text[..], sys::is_own_mapping).unwrap().bytes();
         assert!(programs <= others, "memory of the pager itself is excluded");
         // SAFETY: mapped above.
-        unsafe { sys::unmap_anonymous(base, bytes).unwrap() };
+        unsafe { sys::unmap_anonymous(mapped, bytes + 2 * page).unwrap() };
     }
 
     #[test]
