@@ -1,7 +1,7 @@
 //! Pages that come back from the pool, by the number of pages that were taken out in between.
 //!
 //! That number is the room that was missing: under a bound that is larger by it, the page would
-//! have stayed. Stamps of the replacement policy measure it ([`super::RECENT_STAMPS`]).
+//! have stayed. Stamps of the replacement policy measure it (`RECENT_STAMPS`).
 
 use super::RECENT_STAMPS;
 
