@@ -143,7 +143,7 @@ fn grants_from_before_a_reconnection_are_refused() -> Result<()> {
 /// The memory node is stopped. Each call ends with an error that names the node and the next step.
 /// The node goes on, and nothing is lost.
 #[test]
-#[ignore = "open defect: a chunk of a late allocation is not given back, or the test hangs"]
+#[ignore = "open defect: the grant of a late reply is not freed before the connection ends"]
 fn waits_for_a_stopped_memory_node_end() -> Result<()> {
     let node = MemoryNode::start("stopped", &SETTINGS)?;
     let limit = Duration::from_secs(1);
