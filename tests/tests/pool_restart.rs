@@ -4,7 +4,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use granary_tests::node::{MemoryNode, granary};
 use pool::{Error, Grant, GroupId, Lane, Options, Pool, Transfer};
 use rustix::process::{Pid, Signal, kill_process};
@@ -143,7 +143,6 @@ fn grants_from_before_a_reconnection_are_refused() -> Result<()> {
 /// The memory node is stopped. Each call ends with an error that names the node and the next step.
 /// The node goes on, and nothing is lost.
 #[test]
-#[ignore = "open defect: the grant of a late reply is not freed before the connection ends"]
 fn waits_for_a_stopped_memory_node_end() -> Result<()> {
     let node = MemoryNode::start("stopped", &SETTINGS)?;
     let limit = Duration::from_secs(1);
@@ -199,6 +198,38 @@ fn waits_for_a_stopped_memory_node_end() -> Result<()> {
     // The chunks of requests whose answer came late are not lost, either.
     ensure!(pool.node_status()?.node.free == 64, "{:?}", pool.node_status()?.node);
     pool.audit()?;
+    Ok(())
+}
+
+/// An allocation ends as unanswered, and the memory node executes it when it goes on. The chunk is
+/// given back, in each scheme whose memory node grants by a reply.
+#[test]
+fn chunks_of_late_replies_are_given_back() -> Result<()> {
+    for scheme in ["onesidedmw", "rpc-mw-1", "rpc-mw-2", "rpc-data", "patronus", "patronus-paper"] {
+        let memory = ["--memory", "1MiB", "--chunk", "4KiB", "--scheme", scheme];
+        let node = MemoryNode::start(&format!("late-{scheme}"), &memory)?;
+        let options = Options { answer_timeout: Duration::from_secs(1), ..Options::default() };
+        let pool = Pool::connect(&node.socket, options)?;
+        let held = pool.allocate_blocking().with_context(|| format!("scheme {scheme}"))?;
+        let before = pool.node_status()?.node.free;
+        let pid = Pid::from_raw(node.pid()).context("no process id")?;
+        kill_process(pid, Signal::STOP)?;
+        wait_until_stopped(&node)?;
+        std::thread::scope(|scope| {
+            let waits: Vec<_> = (0..4).map(|_| scope.spawn(|| pool.allocate_blocking())).collect();
+            waits.into_iter().try_for_each(|wait| match wait.join().expect("it does not panic") {
+                Err(Error::Unanswered { .. }) => Ok(()),
+                other => bail!("scheme {scheme}: {other:?}"),
+            })
+        })?;
+        kill_process(pid, Signal::CONT)?;
+        let more = pool.allocate_blocking().with_context(|| format!("scheme {scheme}"))?;
+        pool.free_blocking(more)?;
+        let node = pool.node_status()?.node;
+        ensure!(node.free == before, "scheme {scheme}: {node:?}, free before: {before}");
+        pool.free_blocking(held)?;
+        pool.audit()?;
+    }
     Ok(())
 }
 

@@ -7,7 +7,7 @@
 //! together poll the oldest receive, and the one that finds a reply hands it to the request that it
 //! belongs to.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
@@ -20,7 +20,7 @@ use verbs::{Access, Data, MemoryRegion, Nic, PeerAddress, Qpn, Status, WorkReque
 
 use crate::Error;
 use crate::index::Slot;
-use crate::request_queue::{ManagementQp, RequestQueue, RequestQueueAttr, broken};
+use crate::request_queue::{ManagementQp, RequestQueue, RequestQueueAttr, broken, wait_flushed};
 
 /// A management QP with replies of `REPLY` bytes, in any order.
 pub struct Mailbox<N: Nic, const REPLY: usize> {
@@ -43,6 +43,10 @@ struct State<N: Nic, const REPLY: usize> {
     receives: VecDeque<PostedReceive<N>>,
     /// Requests without a reply, by number.
     waiting: HashMap<u64, Waiting<REPLY>>,
+    /// Requests whose callers got [`Error::Unanswered`], since the last connect.
+    late: HashSet<u64>,
+    /// Replies to these.
+    late_replies: Vec<[u8; REPLY]>,
 }
 
 struct PostedReceive<N: Nic> {
@@ -82,6 +86,8 @@ impl<N: Nic, const REPLY: usize> Mailbox<N, REPLY> {
             free: slots(requests).collect(),
             receives: VecDeque::new(),
             waiting: HashMap::new(),
+            late: HashSet::new(),
+            late_replies: Vec::new(),
         };
         Ok(Self {
             queue: RequestQueue::new(nic, pd, attr)?,
@@ -103,7 +109,7 @@ impl<N: Nic, const REPLY: usize> Mailbox<N, REPLY> {
     ///
     /// # Errors
     /// [`Error::ManagementBroken`] if the reply was lost, [`Error::Unanswered`] if the memory node
-    /// does not answer any request.
+    /// does not answer any request. The reply may come later: [`Mailbox::take_late`].
     pub async fn ask(
         &self,
         attempt: &str,
@@ -112,6 +118,7 @@ impl<N: Nic, const REPLY: usize> Mailbox<N, REPLY> {
     ) -> Result<[u8; REPLY], Error> {
         let (sent, epoch) = self.post(attempt, number, request)?;
         let Some(reply) = (Reply { mailbox: self, number, sent: &sent }).await else {
+            self.state.lock().late.insert(number);
             return Err(self.queue.failed(attempt, epoch, sent.late()));
         };
         // A request is in flight until the completion of its SEND has been taken.
@@ -127,6 +134,12 @@ impl<N: Nic, const REPLY: usize> Mailbox<N, REPLY> {
     /// Posts work requests of which only the last one is signaled, and waits for its completion.
     pub async fn execute(&self, attempt: &str, list: &mut [WorkRequest<'_>]) -> Result<(), Error> {
         self.queue.execute(attempt, list).await
+    }
+
+    /// Replies to requests whose callers got [`Error::Unanswered`]. All that will ever come have
+    /// come when the queue is reset.
+    pub fn take_late(&self) -> Vec<[u8; REPLY]> {
+        std::mem::take(&mut self.state.lock().late_replies)
     }
 
     fn post(
@@ -160,27 +173,32 @@ impl<N: Nic, const REPLY: usize> Mailbox<N, REPLY> {
     fn poll_receives(&self, state: &mut State<N, REPLY>, cx: &mut Context<'_>) {
         while let Some(oldest) = state.receives.front_mut() {
             let Poll::Ready(ended) = Pin::new(&mut oldest.pending).poll(cx) else { return };
-            let PostedReceive { buffer, epoch, .. } =
-                state.receives.pop_front().expect("just seen");
-            state.free.push(buffer);
-            match ended {
-                Ok(c) if c.status == Status::Success => {
-                    // The reply was written before its completion, which was polled above.
-                    fence(Ordering::Acquire);
-                    let mut bytes = [0; REPLY];
-                    self.replies.memory().read(buffer.offset(REPLY), &mut bytes);
-                    // A reply with another number belongs to a request whose future was dropped.
-                    if let Some(waiting) = state.waiting.get_mut(&(self.number_in)(&bytes)) {
-                        waiting.finish(Ok(bytes));
-                    }
-                }
-                Ok(c) => self.fail(state, epoch, c.status),
-                Err(_) => self.fail(state, epoch, Status::Flushed),
-            }
+            self.settle_oldest(state, ended.map_or(Status::Flushed, |ended| ended.status));
         }
         // Every request has a receive: the memory node sent a reply that belongs to none.
         let epoch = state.epoch;
         self.fail(state, epoch, Status::RemoteOperation);
+    }
+
+    /// Hands out the reply of the oldest receive, which ended with `status`.
+    fn settle_oldest(&self, state: &mut State<N, REPLY>, status: Status) {
+        let oldest = state.receives.pop_front();
+        let PostedReceive { buffer, epoch, .. } = oldest.expect("a receive that has ended");
+        state.free.push(buffer);
+        if status != Status::Success {
+            return self.fail(state, epoch, status);
+        }
+        // The reply was written before its completion, which the caller has polled.
+        fence(Ordering::Acquire);
+        let mut bytes = [0; REPLY];
+        self.replies.memory().read(buffer.offset(REPLY), &mut bytes);
+        // A reply with another number belongs to a request whose future was dropped.
+        let number = (self.number_in)(&bytes);
+        if let Some(waiting) = state.waiting.get_mut(&number) {
+            waiting.finish(Ok(bytes));
+        } else if state.late.remove(&number) {
+            state.late_replies.push(bytes);
+        }
     }
 
     /// Ends all requests of the connection `epoch` and of earlier ones.
@@ -283,7 +301,18 @@ impl<N: Nic, const REPLY: usize> ManagementQp for Mailbox<N, REPLY> {
     }
 
     fn reset(&self) -> Result<(), Error> {
-        self.queue.reset()
+        self.queue.reset()?;
+        let state = &mut *self.state.lock();
+        if !state.late.is_empty() {
+            // The reset has flushed the receives without a reply.
+            while let Some(oldest) = state.receives.front_mut() {
+                match wait_flushed(&mut oldest.pending) {
+                    Some(ended) => self.settle_oldest(state, ended),
+                    None => break,
+                }
+            }
+        }
+        Ok(())
     }
 
     fn break_off(&self) -> Result<(), Error> {
@@ -296,6 +325,7 @@ impl<N: Nic, const REPLY: usize> ManagementQp for Mailbox<N, REPLY> {
         let epoch = state.epoch;
         self.fail(state, epoch, Status::Flushed);
         state.receives.clear();
+        state.late.clear();
         state.free = slots(self.buffers).collect();
         state.epoch += 1;
         self.queue.connect(peer)
@@ -457,6 +487,37 @@ mod tests {
         assert_eq!(bed.requests(2).len(), 2);
         bed.reply(number);
         assert_eq!(block_on(second).unwrap(), number.to_be_bytes());
+    }
+
+    /// A reply after the time limit is kept for the owner of the mailbox.
+    #[test]
+    fn late_replies_are_kept_across_the_reset() {
+        let bed = Bed::new();
+        bed.mailbox.set_limit(Duration::from_secs(1), "the peer");
+        bed.mailbox.set_peer_silent(true);
+        let numbers = [(); 2].map(|()| {
+            let (number, ask) = bed.ask();
+            (number, thread::spawn(move || block_on(ask)))
+        });
+        let numbers = numbers.map(|(number, ask)| {
+            let late = ask.join().unwrap();
+            assert!(matches!(late, Err(Error::Unanswered { .. })), "{late:?}");
+            number
+        });
+        assert!(bed.mailbox.is_late() && bed.mailbox.is_closed());
+        assert_eq!(bed.requests(2).len(), 2);
+        bed.reply(numbers[1]);
+        bed.mailbox.reset().unwrap();
+        assert_eq!(bed.mailbox.take_late(), [numbers[1].to_be_bytes()]);
+        bed.connect();
+        assert!(!bed.mailbox.is_late());
+        bed.mailbox.set_peer_silent(false);
+        let (number, ask) = bed.ask();
+        let asking = thread::spawn(move || block_on(ask));
+        assert_eq!(bed.requests(1), [number]);
+        bed.reply(number);
+        assert_eq!(asking.join().unwrap().unwrap(), number.to_be_bytes());
+        assert_eq!(bed.mailbox.take_late(), [[0; 8]; 0]);
     }
 
     /// Requests of a broken connection fail, and the next connection has all receives.

@@ -3,7 +3,7 @@
 //! A request is a SEND, and its answer completes a receive. Receives and SENDs are posted under one
 //! lock, and the memory node answers in order: the n-th receive completes with the n-th answer.
 
-use std::future::poll_fn;
+use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
@@ -13,12 +13,14 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use verbs::completion::{Completer, Pending, Source, WhenIdle};
 use verbs::{
-    Access, Completion, CqAttr, Data, Error as VerbsError, Nic, Op, PeerAddress, QpAttr, QpChange,
-    QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Sge, Status, WorkRequest,
+    Access, Completion, CompletionQueue, CqAttr, Data, Error as VerbsError, Nic, Op, PeerAddress,
+    QpAttr, QpChange, QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Sge, Status,
+    WorkRequest,
 };
 
 use crate::Error;
-use crate::credits::{Credits, Take};
+use crate::credits::{Credit, Credits, Take};
+use crate::index::Slot;
 
 /// An access QP that also carries requests, with the completer of its completions.
 pub type SharedQp<N> = (<N as Nic>::Qp, Arc<Completer<<N as Nic>::Cq>>);
@@ -65,6 +67,15 @@ pub struct RequestQueue<N: Nic> {
     late: AtomicBool,
     /// Number of connects. Changes under `order`.
     epoch: AtomicU64,
+    late_answers: Mutex<LateAnswers<N>>,
+}
+
+/// Answers that no caller waits for any more.
+struct LateAnswers<N: Nic> {
+    /// The receives, with the slots of their requests.
+    expected: Vec<(Slot, Posted<N>)>,
+    /// Slots whose answer has arrived, since the last reset.
+    arrived: Vec<Slot>,
 }
 
 pub(crate) type Posted<N> = Pending<<N as Nic>::Cq>;
@@ -106,7 +117,8 @@ impl<N: Nic> RequestQueue<N> {
         let (credits, order) = (Credits::new(credits), Mutex::new(()));
         let [open, lost, late] = [(); 3].map(|()| AtomicBool::new(false));
         let epoch = AtomicU64::new(0);
-        Self { qp, completer, shared, credits, order, open, lost, late, epoch }
+        let late_answers = Mutex::new(LateAnswers { expected: Vec::new(), arrived: Vec::new() });
+        Self { qp, completer, shared, credits, order, open, lost, late, epoch, late_answers }
     }
 
     /// Takes a slot for a request; waits until one is free.
@@ -114,43 +126,52 @@ impl<N: Nic> RequestQueue<N> {
         self.credits.take()
     }
 
-    /// Sends a request and waits for its answer, which is written to `to`. The caller holds a slot.
+    /// Sends a request and waits for its answer, which is written to `to`, memory of the slot.
     ///
     /// # Errors
     /// [`Error::ManagementBroken`] if the answer was lost, [`Error::Unanswered`] if there is none
-    /// within the time limit.
-    pub async fn ask(&self, attempt: &str, request: &[u8], to: &[Sge]) -> Result<(), Error> {
-        self.ask_with(attempt, Data::Inline(request), to).await
+    /// within the time limit. The answer may come later: [`RequestQueue::take_late`].
+    pub async fn ask(
+        &self,
+        attempt: &str,
+        slot: &Credit<'_>,
+        request: &[u8],
+        to: &[Sge],
+    ) -> Result<(), Error> {
+        self.ask_with(attempt, slot, Data::Inline(request), to).await
     }
 
     /// Like [`RequestQueue::ask`], with a request that may be gathered from registered memory.
     pub async fn ask_with(
         &self,
         attempt: &str,
+        slot: &Credit<'_>,
         request: Data<'_>,
         to: &[Sge],
     ) -> Result<(), Error> {
         // A received answer means that the request was executed, whatever the completion of the
         // SEND says.
-        match self.exchange_with(attempt, request, to).await? {
+        match self.exchange_with(attempt, Some(slot), request, to).await? {
             (Status::Success, _) => Ok(()),
             (status, Status::Success) | (_, status) => Err(broken(attempt, status)),
         }
     }
 
-    /// Like [`RequestQueue::ask`], but returns the status of the answer and of the SEND.
+    /// Like [`RequestQueue::ask`], but returns the status of the answer and of the SEND, and a late
+    /// answer is forgotten.
     pub async fn exchange(
         &self,
         attempt: &str,
         request: &[u8],
         to: &[Sge],
     ) -> Result<(Status, Status), Error> {
-        self.exchange_with(attempt, Data::Inline(request), to).await
+        self.exchange_with(attempt, None, Data::Inline(request), to).await
     }
 
     async fn exchange_with(
         &self,
         attempt: &str,
+        slot: Option<&Credit<'_>>,
         request: Data<'_>,
         to: &[Sge],
     ) -> Result<(Status, Status), Error> {
@@ -171,7 +192,17 @@ impl<N: Nic> RequestQueue<N> {
             });
             Ok::<_, VerbsError>((answered.await?, sent.await?))
         };
-        let (answered, sent) = ended.await.map_err(|e| self.failed(attempt, posted.epoch, e))?;
+        let (answered, sent) = match ended.await {
+            Ok(both) => both,
+            Err(error) => {
+                let error = self.failed(attempt, posted.epoch, error);
+                if let (Some(slot), Error::Unanswered { .. }) = (slot, &error) {
+                    let late = (slot.slot(), posted.answer);
+                    self.late_answers.lock().expected.push(late);
+                }
+                return Err(error);
+            }
+        };
         if answered.status != Status::Success {
             self.mark_lost();
         }
@@ -243,6 +274,27 @@ impl<N: Nic> RequestQueue<N> {
         match Error::from(error) {
             Error::Unanswered { why, .. } => Error::Unanswered { attempt: attempt.to_owned(), why },
             error => error,
+        }
+    }
+
+    /// Slots of requests that were executed although their callers got [`Error::Unanswered`]. The
+    /// answers are in the slots' memory until the queue is connected, so the call belongs between
+    /// [`ManagementQp::reset`] and [`ManagementQp::connect`].
+    pub fn take_late(&self) -> Vec<Slot> {
+        // The answers were written before their completions, which the reset has polled.
+        fence(Ordering::Acquire);
+        std::mem::take(&mut self.late_answers.lock().arrived)
+    }
+
+    /// Looks which late answers came before the reset of the QP, which has flushed the other
+    /// receives.
+    fn settle_late(&self) {
+        let LateAnswers { expected, arrived } = &mut *self.late_answers.lock();
+        arrived.clear();
+        for (slot, mut answer) in expected.drain(..) {
+            if wait_flushed(&mut answer) == Some(Status::Success) {
+                arrived.push(slot);
+            }
         }
     }
 
@@ -332,7 +384,9 @@ impl<N: Nic> ManagementQp for RequestQueue<N> {
     fn reset(&self) -> Result<(), Error> {
         let _order = self.order.lock();
         self.open.store(false, Ordering::Release);
-        Ok(self.qp.modify(QpChange::Reset)?)
+        self.qp.modify(QpChange::Reset)?;
+        self.settle_late();
+        Ok(())
     }
 
     fn break_off(&self) -> Result<(), Error> {
@@ -366,6 +420,40 @@ impl<N: Nic> ManagementQp for RequestQueue<N> {
     fn source(&self) -> Source {
         self.completer.source()
     }
+}
+
+/// Gives back with `free` what the memory node granted to callers that had stopped waiting.
+///
+/// # Errors
+/// Those of `free`, after which the rest stays in `undelivered`. A memory node that has taken the
+/// grant back meanwhile is none.
+pub async fn return_all<T: Copy, F: Future<Output = Result<(), Error>>>(
+    undelivered: &Mutex<Vec<T>>,
+    free: impl Fn(T) -> F,
+) -> Result<(), Error> {
+    loop {
+        let Some(grant) = undelivered.lock().pop() else { return Ok(()) };
+        match free(grant).await {
+            Ok(()) | Err(Error::NotYours { .. } | Error::NoSuchObject { .. }) => {}
+            Err(error) => {
+                undelivered.lock().push(grant);
+                return Err(error);
+            }
+        }
+    }
+}
+
+/// The status of an operation whose QP was reset: its completion is there, or another thread is
+/// polling it. `None` if the NIC is gone, or gives no completion.
+pub(crate) fn wait_flushed<C: CompletionQueue>(pending: &mut Pending<C>) -> Option<Status> {
+    const POLLS: u32 = 10_000;
+    for _ in 0..POLLS {
+        match pending.try_wait().ok()? {
+            Some(completion) => return Some(completion.status),
+            None => std::thread::yield_now(),
+        }
+    }
+    None
 }
 
 pub(crate) fn broken(attempt: &str, status: Status) -> Error {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use verbs::completion::{Completer, Source};
+use verbs::executor::block_on;
 use verbs::{CompletionQueue, MemoryRegion, Nic, QpChange, Qpn, QueuePair, Status};
 
 use super::Options;
@@ -135,7 +136,7 @@ impl<N: Nic> Inner<N> {
         bytes: Option<u64>,
     ) -> Result<Grant, Error> {
         self.check_group(group)?;
-        self.reopen_management()?;
+        self.reopen_management().await?;
         let mut result = self.ask_for(group, bytes).await;
         for _ in 0..TRIES {
             // Without separation, a failed access of another thread breaks the QP. The memory node
@@ -175,7 +176,7 @@ impl<N: Nic> Inner<N> {
     pub(super) async fn free(&self, grant: &Grant) -> Result<(), Error> {
         self.check_connection(grant, "free")?;
         self.check_group(grant.group)?;
-        self.reopen_management()?;
+        self.reopen_management().await?;
         let mut result = self.scheme.free(grant).await;
         for _ in 0..TRIES {
             if !self.is_broken_by_access(&result) {
@@ -201,7 +202,7 @@ impl<N: Nic> Inner<N> {
     /// Executes a request that reads or writes a page, or bytes. Re-establishes the management QPs
     /// before it, if they are closed, and after it, if they broke.
     pub(super) async fn data_request<T>(&self, request: Answer<'_, T>) -> Result<T, Error> {
-        self.reopen_management()?;
+        self.reopen_management().await?;
         let result = request.await;
         if let Err(Error::ManagementBroken { .. }) = &result {
             self.recover_request().await?;
@@ -257,10 +258,11 @@ impl<N: Nic> Inner<N> {
         ((both >> 32) as u32, both as u32)
     }
 
-    /// Tries again to re-establish the management QPs if the memory node refused the last time.
+    /// Tries again to re-establish the management QPs if the memory node refused the last time, or
+    /// did not answer.
     #[inline]
-    pub(super) fn reopen_management(&self) -> Result<(), Error> {
-        if self.scheme.is_closed() { self.repair_management() } else { Ok(()) }
+    pub(super) async fn reopen_management(&self) -> Result<(), Error> {
+        if self.scheme.is_closed() { self.recover_request().await } else { Ok(()) }
     }
 
     /// Re-establishes the management QPs if one of them is broken, or late.
@@ -294,6 +296,13 @@ impl<N: Nic> Inner<N> {
         self.control.check_alive()?;
         // A memory node that does not answer is asked once, not once for each QP.
         self.look()?;
+        self.reset_paths_and_management()?;
+        // If this fails, the rest is returned after the next request that fails.
+        let _ = block_on(self.scheme.settle());
+        Ok(())
+    }
+
+    fn reset_paths_and_management(&self) -> Result<(), Error> {
         let mut repairs = self.repair.lock();
         *repairs += 1;
         if self.shared {

@@ -254,7 +254,7 @@ impl<N: Nic> Inner<N> {
     ) -> Result<(Object, Permission), Error> {
         let leases = self.leases()?;
         self.check_group(group)?;
-        self.reopen_management()?;
+        self.reopen_management().await?;
         let result = leases.allocate_object(group, bytes, others, terms).await;
         match &result {
             Ok(_) => {
@@ -281,7 +281,7 @@ impl<N: Nic> Inner<N> {
         let leases = self.leases()?;
         self.check_object(object, "acquiring object")?;
         self.check_group(group)?;
-        self.reopen_management()?;
+        self.reopen_management().await?;
         let permission = self.settled(leases.acquire(group, object, terms).await).await?;
         permission.set_object(*object);
         self.tie(&permission);
@@ -293,7 +293,7 @@ impl<N: Nic> Inner<N> {
         let leases = self.leases()?;
         self.check_permission(permission, "extend")?;
         self.check_lease(permission.grant().until, "extend")?;
-        self.reopen_management()?;
+        self.reopen_management().await?;
         let left = self.settled(leases.extend_over(permission, by, self).await).await?;
         count(&self.leases.extensions);
         Ok(left)
@@ -303,7 +303,7 @@ impl<N: Nic> Inner<N> {
         let leases = self.leases()?;
         self.check_permission(permission, "renew")?;
         self.check_lease(permission.grant().until, "renew")?;
-        self.reopen_management()?;
+        self.reopen_management().await?;
         let left = self.settled(leases.renew(permission).await).await?;
         self.tie(permission);
         count(&self.leases.renewals);
@@ -313,7 +313,7 @@ impl<N: Nic> Inner<N> {
     async fn revoke(&self, permission: &Permission) -> Result<(), Error> {
         let leases = self.leases()?;
         self.check_permission(permission, "revoke")?;
-        self.reopen_management()?;
+        self.reopen_management().await?;
         self.settled(leases.revoke(permission).await).await?;
         count(&self.leases.revocations);
         Ok(())
@@ -322,7 +322,7 @@ impl<N: Nic> Inner<N> {
     async fn free_object(&self, object: &Object) -> Result<(), Error> {
         let leases = self.leases()?;
         self.check_object(object, "freeing object")?;
-        self.reopen_management()?;
+        self.reopen_management().await?;
         self.settled(leases.free_object(object).await).await?;
         count(&self.frees);
         Ok(())

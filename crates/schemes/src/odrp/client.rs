@@ -159,7 +159,7 @@ impl<N: Nic> Queue<N> {
         let mut request = [0; READ_BYTES];
         request[..3].copy_from_slice(&number.to_be_bytes()[1..]);
         put(&mut request[3..], self.place(credit));
-        self.queue.ask("reading a page", &request, &[]).await
+        self.queue.ask("reading a page", credit, &request, &[]).await
     }
 
     /// Sends a request whose reply is a status.
@@ -176,7 +176,7 @@ impl<N: Nic> Queue<N> {
         request[..4].copy_from_slice(&((ask as u32) << 24 | number).to_be_bytes());
         put(&mut request[4..], self.place(credit));
         put(&mut request[16..], self.replies.remote(reply));
-        self.queue.ask(what, &request, &[]).await?;
+        self.queue.ask(what, credit, &request, &[]).await?;
         Ok(self.replies.memory().load_be64(reply))
     }
 }

@@ -11,7 +11,9 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use scheme::request_queue::{ManagementQp, RequestQueue, RequestQueueAttr, SharedQp};
+use parking_lot::Mutex;
+use scheme::index::{EntryId, Slot};
+use scheme::request_queue::{ManagementQp, RequestQueue, RequestQueueAttr, SharedQp, return_all};
 use scheme::{Answer, ClientScheme, ConnectReply, Error, Grant, GroupId, MAX_GROUP, Offer};
 use verbs::{Access, Key, MemoryRegion, Nic, Qpn};
 
@@ -35,6 +37,8 @@ pub struct Client<N: Nic> {
     budget: Option<u64>,
     /// Chunks held or requested.
     held: AtomicU64,
+    /// Entries that the memory node granted although the request had ended as unanswered.
+    undelivered: Mutex<Vec<EntryId>>,
 }
 
 /// A request queue with its reply slots.
@@ -66,6 +70,7 @@ impl<N: Nic> Client<N> {
             free: own()?,
             budget: terms.budget_chunks,
             held: AtomicU64::new(0),
+            undelivered: Mutex::default(),
         })
     }
 
@@ -111,7 +116,6 @@ impl<N: Nic> Client<N> {
             status::EMPTY => return Err(Error::OutOfMemory { bytes: self.chunk_bytes }),
             other => return Err(not_understood("allocating a chunk", other)),
         }
-        let be32 = |at: usize| u32::from_be_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
         let mut keys = [Key::default(); MAX_GROUP];
         for (lane, key) in keys[..lanes.len()].iter_mut().enumerate() {
             let window = lane + 1;
@@ -121,9 +125,30 @@ impl<N: Nic> Client<N> {
             *key = Key(u32::from_be_bytes([index[0], index[1], index[2], tag]));
         }
         let addr = u64::from_be_bytes(bytes[..8].try_into().expect("8 bytes"));
-        let entry = granted_entry(be32(reply::ENTRY));
-        Ok(Grant::new(addr, self.chunk_bytes, entry, group, &keys[..lanes.len()]))
+        Ok(Grant::new(addr, self.chunk_bytes, entry_in(&bytes), group, &keys[..lanes.len()]))
     }
+
+    async fn free_entry(&self, entry: EntryId) -> Result<(), Error> {
+        loop {
+            let bytes = self.free.ask("freeing a chunk", &entry_index(entry)).await?;
+            match bytes[reply::FREE_STATUS + 3] {
+                status::FREED => return Ok(()),
+                status::REFUSED => return Err(Error::NotYours { entry }),
+                status::AGAIN => continue,
+                other => return Err(not_understood("freeing a chunk", other)),
+            }
+        }
+    }
+}
+
+fn is_granted(reply: &[u8; reply::BYTES]) -> bool {
+    reply[reply::STATUS] == status::GRANTED
+}
+
+/// The entry that a reply grants.
+fn entry_in(reply: &[u8; reply::BYTES]) -> EntryId {
+    let entry = &reply[reply::ENTRY..][..4];
+    granted_entry(u32::from_be_bytes(entry.try_into().expect("4 bytes")))
 }
 
 impl<N: Nic> ReplyQueue<N> {
@@ -145,10 +170,20 @@ impl<N: Nic> ReplyQueue<N> {
         request[..n].copy_from_slice(arguments);
         request[n..n + 8].copy_from_slice(&target.addr.to_be_bytes());
         request[n + 8..n + 12].copy_from_slice(&target.rkey.0.to_be_bytes());
-        self.queue.ask(what, &request[..n + 12], &[]).await?;
+        self.queue.ask(what, &credit, &request[..n + 12], &[]).await?;
         let mut bytes = [0; reply::BYTES];
         memory.read(at, &mut bytes);
         Ok(bytes)
+    }
+
+    /// Replies that no caller waits for any more: [`RequestQueue::take_late`].
+    fn take_late(&self) -> Vec<[u8; reply::BYTES]> {
+        let read = |slot: Slot| {
+            let mut bytes = [0; reply::BYTES];
+            self.replies.memory().read(slot.offset(SLOT_BYTES), &mut bytes);
+            bytes
+        };
+        self.queue.take_late().into_iter().map(read).collect()
     }
 }
 
@@ -166,19 +201,24 @@ impl<N: Nic> ClientScheme for Client<N> {
 
     fn free<'a>(&'a self, grant: &'a Grant) -> Answer<'a, ()> {
         Box::pin(async move {
-            loop {
-                let bytes = self.free.ask("freeing a chunk", &entry_index(grant.entry)).await?;
-                match bytes[reply::FREE_STATUS + 3] {
-                    status::FREED => {
-                        self.held.fetch_sub(1, Ordering::Relaxed);
-                        return Ok(());
-                    }
-                    status::REFUSED => return Err(Error::NotYours { entry: grant.entry }),
-                    status::AGAIN => continue,
-                    other => return Err(not_understood("freeing a chunk", other)),
-                }
-            }
+            self.free_entry(grant.entry).await?;
+            self.held.fetch_sub(1, Ordering::Relaxed);
+            Ok(())
         })
+    }
+
+    fn reset(&self) -> Result<(), Error> {
+        self.try_each(&mut |queue| queue.reset())?;
+        for queue in &self.allocs {
+            let granted = queue.take_late().into_iter().filter(|bytes| is_granted(bytes));
+            self.undelivered.lock().extend(granted.map(|bytes| entry_in(&bytes)));
+        }
+        Ok(())
+    }
+
+    /// Frees the chunks of late replies, which `held` does not count.
+    fn settle(&self) -> Answer<'_, ()> {
+        Box::pin(return_all(&self.undelivered, |entry| self.free_entry(entry)))
     }
 
     fn each_queue(&self, each: &mut dyn FnMut(&dyn ManagementQp)) {

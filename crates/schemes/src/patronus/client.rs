@@ -1,6 +1,7 @@
 //! The compute node's side: requests on the management QP, and extensions by CAS.
 
 mod by_rpc;
+mod late;
 mod unprotected;
 
 pub use unprotected::{UNIT, UnprotectedClient};
@@ -20,6 +21,7 @@ use scheme::{
 };
 use verbs::{Access, Key, MemoryRegion, Nic, Op, Remote, WorkRequest};
 
+use self::late::Late;
 use super::PATRONUS_PAPER;
 use super::message::{
     Ask, AskTerms, Granted, Lifetime, ObjectId, Outcome, PermissionNumber, REPLY_BYTES,
@@ -55,6 +57,7 @@ pub struct Client<N: Nic> {
     has_headers: bool,
     blocks: Blocks,
     lanes: usize,
+    late: Late,
 }
 
 impl<N: Nic> Client<N> {
@@ -77,6 +80,7 @@ impl<N: Nic> Client<N> {
             has_headers: offer.scheme == PATRONUS_PAPER.name,
             blocks: Blocks::new(offer.chunks as u32, offer.chunk_bytes, true),
             lanes: offer.group_size as usize - 1,
+            late: Late::default(),
             nic: nic.clone(),
         })
     }
@@ -113,7 +117,11 @@ impl<N: Nic> Client<N> {
     async fn exchange(&self, attempt: &'static str, ask: Ask) -> Result<Outcome, Error> {
         let number = self.mailbox.number();
         let request = Request { number, ask }.to_bytes();
-        let bytes = self.mailbox.ask(attempt, number, &request).await?;
+        let bytes = self.mailbox.ask(attempt, number, &request).await.inspect_err(|error| {
+            if let Error::Unanswered { .. } = error {
+                self.late.note(number, &ask);
+            }
+        })?;
         let reply = Reply::parse(&bytes);
         let reply = reply.ok_or_else(|| protocol(attempt, "the reply cannot be decoded"))?;
         Ok(reply.outcome)
@@ -327,6 +335,16 @@ impl<N: Nic> ClientScheme for Client<N> {
     /// Re-establishes the QP only after a request has failed, also a request that was flushed.
     fn is_broken(&self) -> bool {
         self.mailbox.has_lost_answers()
+    }
+
+    fn reset(&self) -> Result<(), Error> {
+        self.mailbox.reset()?;
+        self.late.take(&self.mailbox.take_late());
+        Ok(())
+    }
+
+    fn settle(&self) -> Answer<'_, ()> {
+        self.return_late()
     }
 
     fn each_queue(&self, each: &mut dyn FnMut(&dyn ManagementQp)) {

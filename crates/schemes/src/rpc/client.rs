@@ -4,9 +4,10 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use parking_lot::Mutex;
 use scheme::index::EntryId;
 use scheme::options::parse_terms;
-use scheme::request_queue::{ManagementQp, RequestQueue, RequestQueueAttr};
+use scheme::request_queue::{ManagementQp, RequestQueue, RequestQueueAttr, return_all};
 use scheme::{Answer, ClientScheme, ConnectReply, Error, Grant, GroupId, Offer, too_large};
 use verbs::{Access, Key, MemoryRegion, Nic};
 
@@ -23,6 +24,8 @@ pub struct Client<N: Nic> {
     lanes: usize,
     /// The grant of all chunks, in a scheme with one region.
     whole: OnceLock<Grant>,
+    /// Entries that the memory node granted although the request had ended as unanswered.
+    undelivered: Mutex<Vec<EntryId>>,
 }
 
 impl<N: Nic> Client<N> {
@@ -44,6 +47,7 @@ impl<N: Nic> Client<N> {
             ),
             lanes: offer.group_size as usize - 1,
             whole: OnceLock::new(),
+            undelivered: Mutex::default(),
         })
     }
 
@@ -54,7 +58,7 @@ impl<N: Nic> Client<N> {
         let to = self.replies.sge(at, REPLY_BYTES as u32);
         let number = self.number.fetch_add(1, Ordering::Relaxed);
         let request = Request { number, ask }.to_bytes();
-        self.queue.ask(attempt, &request, &[to]).await?;
+        self.queue.ask(attempt, &credit, &request, &[to]).await?;
         let mut bytes = [0; REPLY_BYTES];
         self.replies.memory().read(at, &mut bytes);
         let wrong = |why: String| Error::Protocol { attempt: attempt.into(), why };
@@ -77,6 +81,12 @@ impl<N: Nic> Client<N> {
                     .into(),
             }),
         }
+    }
+}
+
+impl<N: Nic> Client<N> {
+    async fn free_entry(&self, entry: EntryId) -> Result<(), Error> {
+        self.ask("freeing a chunk", Ask::Free { entry }, 0).await.map(drop)
     }
 }
 
@@ -106,9 +116,23 @@ impl<N: Nic> ClientScheme for Client<N> {
     }
 
     fn free<'a>(&'a self, grant: &'a Grant) -> Answer<'a, ()> {
-        Box::pin(async move {
-            self.ask("freeing a chunk", Ask::Free { entry: grant.entry }, 0).await.map(drop)
-        })
+        Box::pin(self.free_entry(grant.entry))
+    }
+
+    fn reset(&self) -> Result<(), Error> {
+        self.queue.reset()?;
+        for slot in self.queue.take_late() {
+            let mut bytes = [0; REPLY_BYTES];
+            self.replies.memory().read(slot.offset(REPLY_BYTES), &mut bytes);
+            let granted = Reply::parse(&bytes)
+                .filter(|reply| reply.outcome == Outcome::Done && reply.len > 0);
+            self.undelivered.lock().extend(granted.map(|reply| reply.entry));
+        }
+        Ok(())
+    }
+
+    fn settle(&self) -> Answer<'_, ()> {
+        Box::pin(return_all(&self.undelivered, |entry| self.free_entry(entry)))
     }
 
     fn accept(&self, terms: &ConnectReply) -> Result<(), Error> {

@@ -3,10 +3,11 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use scheme::index::EntryId;
 use scheme::lease::Lease;
 use scheme::options::parse_terms;
-use scheme::request_queue::{ManagementQp, RequestQueue, RequestQueueAttr};
+use scheme::request_queue::{ManagementQp, RequestQueue, RequestQueueAttr, return_all};
 use scheme::{
     Access as Operations, Answer, Atomic, ClientScheme, Error, Grant, GroupId, Lane, LeaseScheme,
     LeaseTerms, Object, Offer, Others, Permission, RpcAccess, too_large,
@@ -34,6 +35,8 @@ pub struct Client<N: Nic> {
     data_bytes: usize,
     blocks: Blocks,
     lanes: usize,
+    /// Objects that were allocated although the request had ended as unanswered.
+    undelivered: Mutex<Vec<ObjectId>>,
 }
 
 impl<N: Nic> Client<N> {
@@ -56,6 +59,7 @@ impl<N: Nic> Client<N> {
             data_bytes,
             blocks: Blocks::new(offer.chunks as u32, offer.chunk_bytes, true),
             lanes: offer.group_size.saturating_sub(1) as usize,
+            undelivered: Mutex::default(),
         })
     }
 
@@ -78,13 +82,13 @@ impl<N: Nic> Client<N> {
             let mut request = [0; INLINE_BYTES];
             request[..HEADER_BYTES].copy_from_slice(&header);
             request[HEADER_BYTES..bytes].copy_from_slice(data);
-            self.queue.ask(attempt, &request[..bytes], &to).await?;
+            self.queue.ask(attempt, &credit, &request[..bytes], &to).await?;
         } else {
             let memory = self.requests.memory();
             memory.write(at, &header);
             memory.write(at + HEADER_BYTES, data);
             let from = [self.requests.sge(at, bytes as u32)];
-            self.queue.ask_with(attempt, Data::Gather(&from), &to).await?;
+            self.queue.ask_with(attempt, &credit, Data::Gather(&from), &to).await?;
         }
         let mut header = [0; HEADER_BYTES];
         self.replies.memory().read(at, &mut header);
@@ -108,6 +112,15 @@ impl<N: Nic> Client<N> {
                 }
                 Ok(outcome)
             }
+        }
+    }
+
+    async fn free_named(&self, object: ObjectId) -> Result<(), Error> {
+        let attempt = "freeing a chunk";
+        match self.ask(attempt, Ask::Free { object }, &[], &mut []).await? {
+            Outcome::Done => Ok(()),
+            Outcome::NoSuchObject => Err(Error::NotYours { entry: EntryId::new(object.entry) }),
+            other => Err(unexpected(attempt, other)),
         }
     }
 
@@ -226,15 +239,24 @@ impl<N: Nic> ClientScheme for Client<N> {
     }
 
     fn free<'a>(&'a self, grant: &'a Grant) -> Answer<'a, ()> {
-        Box::pin(async move {
-            let attempt = "freeing a chunk";
-            let (object, _) = place(grant, 0);
-            match self.ask(attempt, Ask::Free { object }, &[], &mut []).await? {
-                Outcome::Done => Ok(()),
-                Outcome::NoSuchObject => Err(Error::NotYours { entry: grant.entry }),
-                other => Err(unexpected(attempt, other)),
+        Box::pin(self.free_named(place(grant, 0).0))
+    }
+
+    fn reset(&self) -> Result<(), Error> {
+        self.queue.reset()?;
+        for slot in self.queue.take_late() {
+            let mut header = [0; HEADER_BYTES];
+            let at = slot.offset(HEADER_BYTES + self.data_bytes);
+            self.replies.memory().read(at, &mut header);
+            if let (_, Some(Outcome::Allocated(object))) = Outcome::parse(&header) {
+                self.undelivered.lock().push(object);
             }
-        })
+        }
+        Ok(())
+    }
+
+    fn settle(&self) -> Answer<'_, ()> {
+        Box::pin(return_all(&self.undelivered, |object| self.free_named(object)))
     }
 
     fn access(&self) -> Operations<'_> {

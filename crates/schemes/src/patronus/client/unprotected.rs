@@ -121,6 +121,14 @@ impl<N: Nic> ClientScheme for UnprotectedClient<N> {
         self.inner.is_broken()
     }
 
+    fn reset(&self) -> Result<(), Error> {
+        self.inner.reset()
+    }
+
+    fn settle(&self) -> Answer<'_, ()> {
+        self.inner.settle()
+    }
+
     fn each_queue(&self, each: &mut dyn FnMut(&dyn ManagementQp)) {
         self.inner.each_queue(each);
     }
