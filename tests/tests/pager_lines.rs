@@ -98,7 +98,6 @@ fn full_pool_is_named_with_the_directory_of_the_overflow_file() {
 
 /// Twice the bound, over and over: the line names a bound that is enough.
 #[test]
-#[ignore = "on a busy machine faults take less than half of the time, and no line comes"]
 fn thrashing_is_named_once_with_a_bound_that_helps() {
     let local = 16 * MIB;
     let run = |name: &str, local: u64, arguments: &[&str], ends: bool| {

@@ -245,6 +245,12 @@ impl Thread {
     }
 }
 
+/// Returns the CPU time of the pager's threads in nanoseconds.
+pub(crate) fn threads_cpu_ns() -> u64 {
+    let ids = THREADS.iter().map(|thread| thread.id.load(Ordering::Acquire));
+    ids.filter(|id| *id != 0).map(sys::thread_cpu_ns).sum()
+}
+
 /// Sends the signal to a thread of this process.
 fn queue(id: i32) -> Result<usize, i32> {
     // SAFETY: all zeros is a value of this type.

@@ -2,24 +2,27 @@
 //!
 //! - A memory node does not answer: a fault, an allocation or a write-back has waited for the pool
 //!   for `GRANARY_WAIT_S`. The threads that wait cannot say so themselves.
-//! - The run thrashes: faults take most of the time, for pages that were taken out a short time
-//!   ago. The line names a bound under which nine of ten of these pages would have stayed.
+//! - The run thrashes: faults take longer than the program itself runs, for pages that were taken
+//!   out a short time ago. The line names a bound under which nine of ten of these pages would have
+//!   stayed. The program's CPU time is the measure, because other programs do not change it.
 //!
 //! The monitor looks once a second. It takes no part in faults, and never waits for the pool.
 
-use crate::descriptor;
 use crate::pager::Pager;
 use crate::pages::returns::Returns;
 use crate::stats::Counter;
 use crate::sys::{self, PAGE_BYTES};
+use crate::{credentials, descriptor};
 
 const SECOND_NS: u64 = 1_000_000_000;
 /// Interval at which the monitor looks.
 const LOOK_MS: u64 = 1000;
 /// Longest interval that counts: a stopped process does not wait for the pool.
 const LOOK_NS_MAX: u64 = 2 * SECOND_NS;
-/// Time over which faults are compared with the time.
+/// Time over which faults are compared with the program's own time.
 const WINDOW_NS: u64 = 10 * SECOND_NS;
+/// Least share of this time in faults, as a divisor: a program that is idle does not thrash.
+const FAULTS_MIN: u64 = 8;
 
 impl Pager {
     /// Runs the monitor's loop.
@@ -47,9 +50,13 @@ impl Pager {
                 )),
                 None => {}
             }
-            let fault_ns = self.stats().get(Counter::FaultNs);
+            let spent = || Spent {
+                fault_ns: self.stats().get(Counter::FaultNs),
+                program_ns: sys::process_cpu_ns().saturating_sub(credentials::threads_cpu_ns()),
+                pages_in: self.stats().get(Counter::PagesIn),
+            };
             let returns = || self.pages.take_returns();
-            if let Some(found) = thrashing.look(now, fault_ns, self.limit(), returns) {
+            if let Some(found) = thrashing.look(now, spent, self.limit(), returns) {
                 self.report_thrashing(&found);
             }
         }
@@ -62,9 +69,9 @@ impl Pager {
         let enough = local + more + more / 8;
         let option = if self.config.shares_bound { "--local" } else { "--local-each" };
         sys::say(&format!(
-            "process {} ({}) thrashes: page faults took {} % of the last {} s, for pages that had \
-             left its {} MiB of local memory a short time before; {option} {}MiB would keep most \
-             of them",
+            "process {} ({}) thrashes: page faults took {} % of its time in the last {} s, for \
+             pages that had left its {} MiB of local memory a short time before; {option} {}MiB \
+             would keep most of them",
             descriptor::program(),
             sys::program_name_text(),
             found.percent,
@@ -113,17 +120,28 @@ impl Silence {
 /// A window in which the process thrashed.
 #[derive(Debug, PartialEq, Eq)]
 struct Found {
-    /// Share of the time that faults took.
+    /// Share of faults in the time that faults and the program's own instructions took.
     percent: u64,
     /// Pages that were missing.
     missing_pages: u64,
 }
 
-/// Time of faults since the beginning of a window. Thrashing is found once.
+/// Sums since the start of the process.
+#[derive(Clone, Copy, Default)]
+struct Spent {
+    /// Time of faults.
+    fault_ns: u64,
+    /// CPU time of the program's threads.
+    program_ns: u64,
+    /// Pages that were read from the pool.
+    pages_in: u64,
+}
+
+/// The sums at the beginning of a window. Thrashing is found once.
 #[derive(Default)]
 struct Thrashing {
     began_ns: u64,
-    fault_ns: u64,
+    before: Spent,
     is_found: bool,
 }
 
@@ -132,7 +150,7 @@ impl Thrashing {
     fn look(
         &mut self,
         now_ns: u64,
-        fault_ns: u64,
+        spent: impl FnOnce() -> Spent,
         limit_pages: u32,
         returns: impl FnOnce() -> (Returns, u64),
     ) -> Option<Found> {
@@ -140,19 +158,25 @@ impl Thrashing {
         if self.is_found || time_ns < WINDOW_NS {
             return None;
         }
-        let spent_ns = fault_ns.saturating_sub(self.fault_ns);
-        let is_first = self.began_ns == 0;
-        (self.began_ns, self.fault_ns) = (now_ns, fault_ns);
+        let (now, before, is_first) = (spent(), self.before, self.began_ns == 0);
+        let fault_ns = now.fault_ns.saturating_sub(before.fault_ns);
+        let program_ns = now.program_ns.saturating_sub(before.program_ns);
+        let pages_in = now.pages_in.saturating_sub(before.pages_in);
+        (self.began_ns, self.before) = (now_ns, now);
         let (returns, stamp_pages) = returns();
         // A window that is much longer belongs to a process that was stopped.
-        if is_first || time_ns > 2 * WINDOW_NS || 2 * spent_ns < time_ns {
+        if is_first || time_ns > 2 * WINDOW_NS {
             return None;
         }
-        if returns.pages() < u64::from(limit_pages) {
+        if fault_ns < program_ns || fault_ns < time_ns / FAULTS_MIN {
+            return None;
+        }
+        // With a large bound, less than the bound comes back in one window.
+        if returns.pages() < u64::from(limit_pages).min(pages_in / 2) {
             return None;
         }
         self.is_found = true;
-        let percent = (100 * spent_ns / time_ns).min(100);
+        let percent = 100 * fault_ns / (fault_ns + program_ns).max(1);
         Some(Found { percent, missing_pages: returns.stamps() * stamp_pages })
     }
 }
@@ -187,17 +211,25 @@ mod tests {
             move || (returns, 100)
         };
         let mut thrashing = Thrashing::default();
-        let mut at = |second: u64, busy: u64, pages: u32| {
-            let (now, busy) = ((100 + second) * SECOND_NS, busy * SECOND_NS);
-            thrashing.look(now, busy, 800, returns(pages))
+        let mut sum = Spent::default();
+        // A window's seconds in faults and of the program, the pages read, and of these the ones
+        // that came back.
+        let mut at = |second: u64, (fault, program): (u64, u64), pages_in: u64, back: u32| {
+            sum.fault_ns += fault * SECOND_NS;
+            sum.program_ns += program * SECOND_NS;
+            sum.pages_in += pages_in;
+            thrashing.look((100 + second) * SECOND_NS, || sum, 800, returns(back))
         };
-        assert_eq!(at(0, 0, 5000), None, "the time before the first window");
-        assert_eq!(at(5, 5, 5000), None, "the window has not ended");
-        assert_eq!(at(10, 4, 5000), None, "faults took less than half of the time");
-        assert_eq!(at(20, 13, 799), None, "less than the bound came back");
-        assert_eq!(at(50, 43, 5000), None, "the process was stopped");
-        let found = Found { percent: 60, missing_pages: 800 };
-        assert_eq!(at(60, 49, 800), Some(found));
-        assert_eq!(at(70, 59, 5000), None, "once is enough");
+        assert_eq!(at(0, (9, 0), 9000, 5000), None, "the time before the first window");
+        assert_eq!(at(5, (3, 0), 3000, 5000), None, "the window has not ended");
+        assert_eq!(at(10, (1, 5), 9000, 5000), None, "faults took less than the program");
+        assert_eq!(at(20, (1, 0), 9000, 5000), None, "the program was idle");
+        assert_eq!(at(30, (9, 1), 9000, 799), None, "less than the bound came back");
+        assert_eq!(at(40, (9, 1), 1400, 699), None, "less than half of the pages came back");
+        assert_eq!(at(70, (29, 1), 9000, 5000), None, "the process was stopped");
+        // Other programs take the rest of the time.
+        let found = Found { percent: 75, missing_pages: 800 };
+        assert_eq!(at(80, (3, 1), 1400, 700), Some(found));
+        assert_eq!(at(90, (9, 1), 9000, 5000), None, "once is enough");
     }
 }

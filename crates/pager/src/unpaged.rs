@@ -442,6 +442,7 @@ mod tests {
     fn own_mappings_are_measured() {
         let bytes = 24 << 20;
         let page = sys::PAGE_BYTES;
+        sys::forget_own_mappings();
         let mapped = sys::map_anonymous(bytes + 2 * page).unwrap();
         let base = mapped + page;
         // SAFETY: just mapped, and used only here. The kernel shows adjacent mappings of the same

@@ -136,6 +136,13 @@ pub(crate) fn is_own_mapping(range: &std::ops::Range<usize>) -> bool {
     })
 }
 
+/// Frees all entries of mappings. Worlds of the simulator whose process ends keep their mappings,
+/// and fill the table.
+#[cfg(test)]
+pub(crate) fn forget_own_mappings() {
+    OWN.iter().for_each(|(own, _)| own.store(0, Ordering::Release));
+}
+
 /// Returns the kernel's name of the program: at most 15 bytes, padded with zeros; empty without
 /// `/proc`.
 ///
@@ -283,9 +290,24 @@ pub fn thread_id() -> u32 {
 
 /// Returns the monotonic time in nanoseconds.
 pub fn now_ns() -> u64 {
+    clock_ns(libc::CLOCK_MONOTONIC)
+}
+
+/// Returns the CPU time of this process in nanoseconds.
+pub(crate) fn process_cpu_ns() -> u64 {
+    clock_ns(libc::CLOCK_PROCESS_CPUTIME_ID)
+}
+
+/// Returns the CPU time of a thread of this process in nanoseconds; 0 if the thread has ended.
+pub(crate) fn thread_cpu_ns(id: i32) -> u64 {
+    // The kernel's number of a thread's clock: `CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED` is 6.
+    clock_ns(!id << 3 | 6)
+}
+
+fn clock_ns(clock: libc::clockid_t) -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` is valid for the write.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };
+    // SAFETY: `time` is valid for the write, and stays 0 if there is no such clock.
+    unsafe { libc::clock_gettime(clock, &mut time) };
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
