@@ -10,7 +10,7 @@ use std::ffi::{c_int, c_long, c_void};
 use pager::credentials;
 use pager::sys::system_call;
 
-use crate::direct::Next;
+use crate::direct::{Next, next_definitions};
 use crate::reentrancy::{self, ReentrancyGuard};
 use crate::{early, redirect};
 
@@ -135,17 +135,7 @@ unsafe fn repeat(number: c_long, arguments: [usize; 6]) {
 /// Functions that glibc makes all threads repeat.
 macro_rules! for_all_threads {
     ($($name:ident, $symbol:literal, ($($argument:ident: $type:ty),*);)*) => {
-        /// Looks the C library's functions up. Otherwise the first call would do so, perhaps in a
-        /// signal handler, where `dlsym` is not allowed.
-        pub fn prepare() {
-            $(next::$name.prepare();)*
-        }
-
-        #[allow(non_upper_case_globals)]
-        mod next {
-            use super::Next;
-            $(pub static $name: Next = Next::new($symbol);)*
-        }
+        next_definitions! { $($name = $symbol;)* }
 
         $(
             /// As the C library's function. Then the process that serves forked children follows.

@@ -85,6 +85,24 @@ impl Next {
     }
 }
 
+/// Defines a module `next` with the [`Next`] of each function, and `prepare` for all of them.
+macro_rules! next_definitions {
+    ($($name:ident = $symbol:expr;)*) => {
+        /// Looks the C library's functions up. Otherwise the first call would do so, perhaps in a
+        /// signal handler, where `dlsym` is not allowed.
+        pub fn prepare() {
+            $(next::$name.prepare();)*
+        }
+
+        #[allow(non_upper_case_globals)]
+        mod next {
+            use crate::direct::Next;
+            $(pub static $name: Next = Next::new($symbol);)*
+        }
+    };
+}
+pub(crate) use next_definitions;
+
 type Open = unsafe extern "C" fn(*const c_char, c_int, c_uint) -> c_int;
 type OpenAt = unsafe extern "C" fn(c_int, *const c_char, c_int, c_uint) -> c_int;
 type Fcntl = unsafe extern "C" fn(c_int, c_int, c_long) -> c_int;

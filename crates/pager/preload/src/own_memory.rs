@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use pager::sys::{PAGE_BYTES, system_call};
 
-use crate::direct::Next;
+use crate::direct::next_definitions;
 use crate::{early, reentrancy};
 
 /// Linux 5.14; not in all versions of the `libc` crate for all C libraries.
@@ -132,17 +132,7 @@ impl Access {
 macro_rules! access {
     ($($name:ident, $symbol:literal, ($($more:ident: $type:ty),*), $writes:literal, $offset:expr,
         $number:expr;)*) => {
-        /// Looks the C library's functions up. Otherwise the first call would do so, perhaps in a
-        /// signal handler, where `dlsym` is not allowed.
-        pub fn prepare() {
-            $(next::$name.prepare();)*
-        }
-
-        #[allow(non_upper_case_globals)]
-        mod next {
-            use super::Next;
-            $(pub static $name: Next = Next::new($symbol);)*
-        }
+        next_definitions! { $($name = $symbol;)* }
 
         $(
             /// As the C library's function, also for pages that are not resident.
