@@ -38,6 +38,32 @@ static int raw(unsigned page) {
 }
 static void all(void) { for (unsigned i = 0; i < PAGES; i++) memory[i * (PAGE / 4)] = i + 1; }
 
+/* The program's own handlers of SIGSEGV see faults for other reasons. */
+static void plain(int number) { _exit(number == SIGSEGV ? 9 : 10); }
+static void with_info(int number, siginfo_t *info, void *context) {
+    _exit(number == SIGSEGV && context && info->si_addr == 0 ? 11 : 12);
+}
+static int at_null(void) {
+    pid_t child = fork();
+    if (child == 0) {
+        *(int *volatile)0 = 1;
+        _exit(13);
+    }
+    return end_of(child);
+}
+static void handlers(void) {
+    struct sigaction action = {.sa_sigaction = with_info, .sa_flags = SA_SIGINFO}, before;
+    CHECK(signal(SIGSEGV, plain) == SIG_DFL && raw(999) == 118 && at_null() == 9);
+    CHECK(!sigaction(SIGSEGV, &action, &before) && before.sa_handler == plain);
+    CHECK(before.sa_flags & SA_RESTART && !(before.sa_flags & SA_SIGINFO));
+    CHECK(raw(1999) == 118 && at_null() == 11);
+    CHECK(!sigaction(SIGSEGV, 0, &before) && before.sa_sigaction == with_info);
+    before.sa_handler = SIG_DFL;
+    CHECK(!sigaction(SIGSEGV, &before, &before) && before.sa_sigaction == with_info);
+    CHECK(at_null() == -SIGSEGV && raw(2999) == 118);
+    CHECK(signal(SIGSEGV, SIG_IGN) == SIG_DFL && signal(SIGSEGV, SIG_DFL) == SIG_IGN);
+}
+
 int main(void) {
     memory = mmap(0, PAGES * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(memory != MAP_FAILED);
@@ -45,6 +71,7 @@ int main(void) {
     void *part = memory + 1000 * (PAGE / 4);
     for (unsigned page = 0; page < PAGES; page += 999)
         CHECK(raw(page) == 118 && forked(page) == 3 && by_number(page) == 3);
+    handlers();
     CHECK(!madvise(part, 100 * PAGE, MADV_DONTFORK));
     CHECK(forked(999) == 3 && forked(1000) == -SIGSEGV && forked(1099) == -SIGSEGV
         && forked(1100) == 3);

@@ -2,11 +2,14 @@
 //!
 //! A child that was made by a system call past this library ([`crate::unseen`]) finds no memory at
 //! the addresses of paged memory. So a handler of SIGSEGV names the reason. It is in place of the
-//! default action only. A program that asks for the action sees the default action, and a SIGSEGV
-//! for another reason has the default effect.
+//! default action, and before the program's own handler. A program that asks for the action sees
+//! its own, and a SIGSEGV for another reason has the program's effect.
+//!
+//! Actions that the program sets by system calls of its own take the handler's place.
 
+use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_void};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use pager::sys::{Action, system_call};
 
@@ -17,6 +20,34 @@ type Change = unsafe extern "C" fn(c_int, *const libc::sigaction, *mut libc::sig
 
 /// True once the handler is in place of the default action.
 static HANDLES: AtomicBool = AtomicBool::new(false);
+
+/// The last actions of the program.
+const PLACES_MAX: usize = 64;
+static PLACES: [Place; PLACES_MAX] =
+    // SAFETY: all zeros is a value of this type, the default action.
+    [const { Place(UnsafeCell::new(unsafe { std::mem::zeroed() })) }; PLACES_MAX];
+/// Number of the last one in `PLACES`.
+static LAST: AtomicUsize = AtomicUsize::new(0);
+
+/// An action of the program. Each change takes the next place, so that a handler which runs
+/// meanwhile reads a whole action.
+struct Place(UnsafeCell<libc::sigaction>);
+
+// SAFETY: a place is written again only after as many further changes as there are places.
+unsafe impl Sync for Place {}
+
+/// Returns the program's action.
+fn programs() -> libc::sigaction {
+    // SAFETY: as explained at `Place`.
+    unsafe { *PLACES[LAST.load(Ordering::Acquire) % PLACES_MAX].0.get() }
+}
+
+fn set_programs(action: libc::sigaction) {
+    let next = LAST.load(Ordering::Acquire).wrapping_add(1);
+    // SAFETY: as explained at `Place`. Of two changes at a time, one has an effect, as in C.
+    unsafe { *PLACES[next % PLACES_MAX].0.get() = action };
+    LAST.store(next, Ordering::Release);
+}
 
 static SIGACTION: Next = Next::new(c"sigaction");
 static SIGNAL: Next = Next::new(c"signal");
@@ -59,26 +90,38 @@ pub unsafe extern "C" fn sigaction(
     if !early::is_relocated() {
         return -1;
     }
+    // SAFETY: the program's pointer, as in C. Both pointers may be the same.
+    let asked = unsafe { new.as_ref() }.copied();
     let is_ours = signal == libc::SIGSEGV && HANDLES.load(Ordering::Acquire);
-    let own = libc::sigaction {
-        sa_sigaction: own_handler(),
-        sa_flags: libc::SA_SIGINFO | libc::SA_ONSTACK,
-        ..default_action()
-    };
-    // SAFETY: the program's pointers, as in C.
-    unsafe {
-        let is_default = |new: &libc::sigaction| new.sa_sigaction == libc::SIG_DFL;
-        let new = if is_ours && new.as_ref().is_some_and(is_default) { &own } else { new };
-        let result = SIGACTION
-            .call(|next| std::mem::transmute::<*mut c_void, Change>(next)(signal, new, old));
-        if result == 0
-            && let Some(old) = old.as_mut()
-            && old.sa_sigaction == own_handler()
-        {
-            *old = default_action();
+    let (mut before, mut ours) = (None, None);
+    if is_ours {
+        let own = programs();
+        before = Some(own);
+        if let Some(action) = asked.filter(|action| action.sa_sigaction != libc::SIG_IGN) {
+            let flags = match action.sa_sigaction {
+                libc::SIG_DFL => libc::SA_ONSTACK,
+                _ => action.sa_flags,
+            };
+            let handler = own_handler();
+            let flags = flags | libc::SA_SIGINFO;
+            ours = Some(libc::sigaction { sa_sigaction: handler, sa_flags: flags, ..action });
+            set_programs(action);
         }
-        result
     }
+    let new = ours.as_ref().map_or(new, std::ptr::from_ref);
+    // SAFETY: the program's pointers, as in C.
+    let (result, old) = unsafe {
+        let call = |next| std::mem::transmute::<*mut c_void, Change>(next)(signal, new, old);
+        (SIGACTION.call(call), old.as_mut())
+    };
+    if let Some(before) = before {
+        match old {
+            _ if result != 0 => set_programs(before),
+            Some(old) if old.sa_sigaction == own_handler() => *old = before,
+            _ => {}
+        }
+    }
+    result
 }
 
 /// signal(2), whose actions have the meaning of BSD's.
@@ -91,27 +134,48 @@ pub unsafe extern "C" fn signal(signal: c_int, handler: libc::sighandler_t) -> l
     if !early::is_relocated() {
         return libc::SIG_ERR;
     }
-    // SAFETY: the C library's function of this name has this type; `old` is a live value.
-    unsafe {
-        if signal == libc::SIGSEGV && handler == libc::SIG_DFL {
-            let mut old = default_action();
-            return match sigaction(signal, &default_action(), &mut old) {
+    if signal == libc::SIGSEGV && HANDLES.load(Ordering::Acquire) {
+        let mut new = libc::sigaction {
+            sa_sigaction: handler,
+            sa_flags: libc::SA_RESTART,
+            ..default_action()
+        };
+        let mut old = default_action();
+        // SAFETY: live values; the handler is the program's.
+        return unsafe {
+            libc::sigaddset(&mut new.sa_mask, signal);
+            match sigaction(signal, &new, &mut old) {
                 0 => old.sa_sigaction,
                 _ => libc::SIG_ERR,
-            };
-        }
-        let old =
-            SIGNAL.call(|next| std::mem::transmute::<*mut c_void, Set>(next)(signal, handler));
-        if old == own_handler() { libc::SIG_DFL } else { old }
+            }
+        };
     }
+    // SAFETY: the C library's function of this name has this type.
+    SIGNAL.call(|next| unsafe { std::mem::transmute::<*mut c_void, Set>(next)(signal, handler) })
 }
 
-extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, _: *mut c_void) {
+extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+    type WithInfo = extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void);
+    type Plain = extern "C" fn(c_int);
     // SAFETY: the kernel passes a valid pointer for the duration of the handler.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr() as usize) };
     let is_fault = code > 0;
     if is_fault && unseen::is_inherited(address, 1) {
         unseen::refuse("needs memory");
+    }
+    let action = programs();
+    if action.sa_sigaction != libc::SIG_DFL {
+        // SAFETY: the program's handler, whose type the flag tells.
+        unsafe {
+            match action.sa_flags & libc::SA_SIGINFO {
+                0 => std::mem::transmute::<usize, Plain>(action.sa_sigaction)(signal),
+                _ => {
+                    let handler = std::mem::transmute::<usize, WithInfo>(action.sa_sigaction);
+                    handler(signal, info, context);
+                }
+            }
+        }
+        return;
     }
     // SAFETY: the default action.
     let _ = unsafe { Action::default().set(signal) };
