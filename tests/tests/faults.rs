@@ -83,10 +83,17 @@ fn stopped_node_ends_a_paged_program() -> Result<()> {
     let outcome = running.finish();
     ensure!(outcome.code == EXIT_POOL_GONE, "{}: {}", outcome.code, outcome.stderr);
     let path = node.socket.display().to_string();
-    for part in [&*path, "has not answered for 1 s", "status 117"] {
+    for part in [
+        "granary: the memory node does not answer: ",
+        &*path,
+        "has not answered for 1 s",
+        "status 117",
+    ] {
         ensure!(outcome.stderr.contains(part), "{part} is missing: {}", outcome.stderr);
     }
-    ensure!(!outcome.stderr.contains("contents are lost"), "{}", outcome.stderr);
+    for part in ["contents are lost", "is gone"] {
+        ensure!(!outcome.stderr.contains(part), "{}", outcome.stderr);
+    }
     signal(node.pid(), Signal::CONT)?;
     // The chunks of the program are free again.
     loop {
@@ -117,29 +124,50 @@ fn shortly_stopped_node_costs_a_paged_program_time_only() -> Result<()> {
     Ok(())
 }
 
+/// The keeper of a running program, once there is one.
+fn keeper_of(running: &Running) -> Result<i32> {
+    loop {
+        let named = |pid: &i32| name_of(*pid).is_some_and(|name| name == "granary-keeper");
+        if let Some(keeper) = processes_of(running).into_iter().find(named) {
+            return Ok(keeper);
+        }
+        ensure!(!running.ends_within(Duration::from_millis(5)), "no keeper");
+    }
+}
+
+/// A Python program whose parent and child need 32 MiB of pages, after a line of input. `after`
+/// follows in both processes.
+fn forking(after: &str) -> String {
+    format!(
+        "import os, sys\n\
+        heap = [bytes([n % 251]) * 4096 for n in range(8000)]\n\
+        def check():\n\
+        \x20   print(sum(page[7] for page in heap), flush=True)\n\
+        pid = os.fork()\n\
+        if pid == 0:\n\
+        \x20   print('forked', flush=True)\n\
+        \x20   sys.stdin.readline()\n\
+        {after}"
+    )
+}
+
+/// Number of right sums that the processes of [`forking`] have printed.
+fn right_sums(stdout: &[u8]) -> usize {
+    let sum: u64 = (0..8000).map(|n| n % 251).sum();
+    let text = String::from_utf8_lossy(stdout).into_owned();
+    text.lines().filter(|line| **line == *sum.to_string()).count()
+}
+
 /// A keeper that is stopped stops the children whose pages it holds, and no more: when it goes on,
 /// nothing is lost.
 #[test]
 fn stopped_keeper_costs_time_only() -> Result<()> {
     let site = Site::new(NodeKind::Private, "faults-keeper", 8 << 20, "256MiB");
-    let script = "import os, sys\n\
-        heap = [bytes([n % 251]) * 4096 for n in range(8000)]\n\
-        pid = os.fork()\n\
-        if pid == 0:\n\
-        \x20   print('forked', flush=True)\n\
-        \x20   sys.stdin.readline()\n\
-        print(sum(page[7] for page in heap), flush=True)\n\
-        if pid: os.waitpid(pid, 0)\n";
-    let mut command = site.command("/usr/bin/python3", &["-c", script]);
+    let script = forking("check()\nif pid: os.waitpid(pid, 0)\n");
+    let mut command = site.command("/usr/bin/python3", &["-c", &script]);
     let mut running = Running::start(command.stdin(Stdio::piped()));
     let mut input = running.input();
-    let keeper = loop {
-        let named = |pid: &i32| name_of(*pid).is_some_and(|name| name == "granary-keeper");
-        if let Some(keeper) = processes_of(&running).into_iter().find(named) {
-            break keeper;
-        }
-        ensure!(!running.ends_within(Duration::from_millis(5)), "no keeper");
-    };
+    let keeper = keeper_of(&running)?;
     signal(keeper, Signal::STOP)?;
     input.write_all(b"go\n")?;
     ensure!(!running.ends_within(Duration::from_secs(2)), "the child needs its keeper");
@@ -147,9 +175,98 @@ fn stopped_keeper_costs_time_only() -> Result<()> {
     drop(input);
     let outcome = running.finish();
     ensure!(outcome.code == 0, "{}: {}", outcome.code, outcome.stderr);
-    let sum: u64 = (0..8000).map(|n| n % 251).sum();
-    let text = String::from_utf8_lossy(&outcome.stdout).into_owned();
-    let sums = text.lines().filter(|line| **line == *sum.to_string()).count();
-    ensure!(sums == 2 && text.contains("forked"), "{text}");
+    ensure!(right_sums(&outcome.stdout) == 2, "{outcome:?}");
+    ensure!(!outcome.stderr.contains("granary-keeper"), "{}", outcome.stderr);
+    Ok(())
+}
+
+/// The line about a keeper that has been stopped for too long.
+fn stopped_line(keeper: i32) -> String {
+    format!(
+        "granary: granary-keeper (process {keeper}), which holds pages of forked processes, \
+             has been stopped for 1 s"
+    )
+}
+
+/// A keeper that stays stopped is killed after the limit, with a line, and another one takes its
+/// place: for a child that needs pages, and for a fork of the parent.
+#[test]
+fn keeper_that_stays_stopped_is_replaced() -> Result<()> {
+    let after = [
+        ("child", "check()\nif pid: os.waitpid(pid, 0)\n", 2),
+        (
+            "fork",
+            "if pid:\n    sys.stdin.readline()\n    pid = os.fork()\n    check()\n\
+                  \x20   if pid: os.waitpid(pid, 0)\n",
+            2,
+        ),
+    ];
+    for (name, after, sums) in after {
+        let site = Site::new(NodeKind::Private, &format!("faults-kept-{name}"), 8 << 20, "256MiB");
+        let mut command = site.command("/usr/bin/python3", &["-c", &forking(after)]);
+        let mut running = Running::start(command.env("GRANARY_WAIT_S", "1").stdin(Stdio::piped()));
+        let mut input = running.input();
+        let keeper = keeper_of(&running)?;
+        signal(keeper, Signal::STOP)?;
+        input.write_all(b"go\n")?;
+        drop(input);
+        let outcome = running.finish();
+        ensure!(outcome.code == 0, "{name}: {}: {}", outcome.code, outcome.stderr);
+        ensure!(right_sums(&outcome.stdout) == sums, "{name}: {outcome:?}");
+        ensure!(outcome.stderr.contains(&stopped_line(keeper)), "{name}: {}", outcome.stderr);
+    }
+    Ok(())
+}
+
+/// A child whose parent has ended cannot go on without its keeper, and ends with the reason.
+#[test]
+fn child_of_an_ended_parent_ends_with_its_stopped_keeper() -> Result<()> {
+    let node = MemoryNode::start("faults-orphan", &["--memory", "256MiB"])?;
+    let site = Site::new(NodeKind::Private, "faults-orphaned", 8 << 20, "256MiB");
+    let parent = site.scratch.0.join("parent");
+    // The program waits for its grandchild through a pipe, and is not its parent.
+    let script = format!(
+        "import os, signal, sys\n\
+        read, write = os.pipe()\n\
+        if os.fork() == 0:\n\
+        \x20   heap = [bytes([n % 251]) * 4096 for n in range(8000)]\n\
+        \x20   if os.fork() == 0:\n\
+        \x20       sys.stdin.readline()\n\
+        \x20       print(sum(page[7] for page in heap), flush=True)\n\
+        \x20       os._exit(0)\n\
+        \x20   with open({parent:?}, 'w') as file: file.write(f'{{os.getpid()}}\\n')\n\
+        \x20   signal.pause()\n\
+        os.close(write)\n\
+        os.read(read, 1)\n"
+    );
+    let mut command = Command::new(granary());
+    command.args(["run", "--local", "8MiB", "--pool"]);
+    command.arg(format!("shm:{}", node.socket.display()));
+    command.args(["--", "/usr/bin/python3", "-c", &script]);
+    let mut running = Running::start(command.env("GRANARY_WAIT_S", "1").stdin(Stdio::piped()));
+    let mut input = running.input();
+    let parent = loop {
+        let text = std::fs::read_to_string(&parent).unwrap_or_default();
+        if let Some(id) = text.strip_suffix('\n') {
+            break id.parse::<i32>()?;
+        }
+        ensure!(!running.ends_within(Duration::from_millis(5)), "no grandchild");
+    };
+    // That of the program, for its child, and that of the child, for the grandchild.
+    let named = |pid: &i32| name_of(*pid).is_some_and(|name| name == "granary-keeper");
+    let all: Vec<i32> = processes_of(&running).into_iter().filter(named).collect();
+    for keeper in &all {
+        signal(*keeper, Signal::STOP)?;
+    }
+    signal(parent, Signal::KILL)?;
+    input.write_all(b"go\n")?;
+    drop(input);
+    let outcome = running.finish();
+    ensure!(
+        all.iter().any(|keeper| outcome.stderr.contains(&stopped_line(*keeper))),
+        "{outcome:?}"
+    );
+    ensure!(outcome.stderr.contains("granary-keeper, which held pages"), "{}", outcome.stderr);
+    ensure!(right_sums(&outcome.stdout) == 0, "{outcome:?}");
     Ok(())
 }

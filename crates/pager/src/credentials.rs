@@ -22,6 +22,7 @@ use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicI32, AtomicI64, AtomicU32, AtomicUsize, Ordering};
 
 use crate::config::EXIT_PAGER;
+use crate::fork::keeper;
 use crate::sys::{self, Action, SignalsBlocked, system_call};
 use crate::{descriptor, patience};
 
@@ -60,9 +61,6 @@ static ARGUMENTS: [AtomicUsize; 6] = [const { AtomicUsize::new(0) }; 6];
 static ANSWERS: AtomicU32 = AtomicU32::new(0);
 /// glibc's handler of the signal.
 static LIBCS: AtomicUsize = AtomicUsize::new(0);
-/// Id of the process that serves forked children; 0 without one. The kernel writes the word when
-/// the process starts and ends, and wakes threads that wait for the word.
-static SERVER: AtomicU32 = AtomicU32::new(0);
 /// Thread that starts the page server, and the descriptor by which it ends; 0 without one.
 static SERVER_THREAD: AtomicI32 = AtomicI32::new(0);
 static SERVER_INBOX: AtomicI32 = AtomicI32::new(-1);
@@ -74,13 +72,20 @@ static ENDING_SERVER: AtomicU32 = AtomicU32::new(0);
 pub(crate) fn serves_children(inbox: RawFd) -> *mut i32 {
     SERVER_INBOX.store(inbox, Ordering::Relaxed);
     SERVER_THREAD.store(sys::thread_id() as i32, Ordering::Release);
-    SERVER.as_ptr().cast()
+    keeper::prepare().keeper.as_ptr().cast()
+}
+
+/// Returns the word with the id of the process that serves forked children, and the id; `None`
+/// without such a process.
+fn server() -> Option<(&'static AtomicU32, u32)> {
+    let word = &keeper::own()?.keeper;
+    Some((word, word.load(Ordering::Acquire))).filter(|(_, id)| *id != 0)
 }
 
 /// Called after a change of credentials that all threads of the process have followed: the page
 /// server of forked children follows too.
 pub fn server_follows() {
-    if SERVER.load(Ordering::Acquire) != 0 {
+    if server().is_some() {
         // SAFETY: a call without arguments. It has no effect but the new page server.
         unsafe { follow(libc::SYS_getppid, [0; 6]) };
     }
@@ -133,7 +138,6 @@ pub fn thread_ends() {
 pub(crate) fn forget_threads() {
     THREADS.iter().for_each(|thread| thread.id.store(0, Ordering::Relaxed));
     STARTING.store(0, Ordering::Relaxed);
-    SERVER.store(0, Ordering::Relaxed);
     SERVER_THREAD.store(0, Ordering::Relaxed);
     NUMBER.store(-1, Ordering::Relaxed);
     TURN.store(0, Ordering::Release);
@@ -204,9 +208,11 @@ pub unsafe fn follow(number: libc::c_long, arguments: [usize; 6]) {
         sys::futex_wait(&ANSWERS, answers, Some(LOOK_MS));
     }
     let ending = ENDING_SERVER.swap(0, Ordering::AcqRel);
-    while ending != 0 && SERVER.load(Ordering::Acquire) == ending {
+    while let Some((word, id)) = server()
+        && ending == id
+    {
         or_end(1, "the processes granary-keeper");
-        sys::futex_wait_shared(&SERVER, ending, Some(LOOK_MS));
+        sys::futex_wait_shared(word, ending, Some(LOOK_MS));
     }
     NUMBER.store(-1, Ordering::Release);
     TURN.store(0, Ordering::Release);
@@ -281,8 +287,7 @@ fn install() -> io::Result<()> {
 /// Tells the page server to end. Called by the thread that starts page servers, with its new
 /// credentials.
 fn end_server() {
-    let server = SERVER.load(Ordering::Acquire);
-    if server != 0 {
+    if let Some((_, server)) = server() {
         ENDING_SERVER.store(server, Ordering::Release);
         let (inbox, word) = (SERVER_INBOX.load(Ordering::Relaxed), 0usize);
         // SAFETY: the word is valid for the read. In a full pipe, the page server is not told, and

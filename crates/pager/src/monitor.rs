@@ -5,9 +5,12 @@
 //! - The run thrashes: faults take longer than the program itself runs, for pages that were taken
 //!   out a short time ago. The line names a bound under which nine of ten of these pages would have
 //!   stayed. The program's CPU time is the measure, because other programs do not change it.
+//! - The keeper of forked children is stopped, which the monitor kills ([`crate::fork::keeper`]): a
+//!   child may have no thread that looks.
 //!
 //! The monitor looks once a second. It takes no part in faults, and never waits for the pool.
 
+use crate::fork::keeper;
 use crate::pager::Pager;
 use crate::pages::returns::Returns;
 use crate::stats::Counter;
@@ -28,9 +31,11 @@ impl Pager {
     /// Runs the monitor's loop.
     pub(crate) fn monitor(&self) {
         let (mut silence, mut thrashing) = (Silence::default(), Thrashing::default());
+        let mut keeper = keeper::Watch::default();
         let limit_ns = u64::from(self.config.wait_s) * SECOND_NS;
         loop {
-            sys::futex_wait(&self.monitor_wakes, 0, Some(LOOK_MS));
+            let pause_ms = if keeper.look() { keeper::LOOK_MS as u64 } else { LOOK_MS };
+            sys::futex_wait(&self.monitor_wakes, 0, Some(pause_ms));
             let now = sys::now_ns();
             match silence.look(now, self.pages.backing.oldest_call_ns(), limit_ns) {
                 Some(Heard::Nothing { seconds }) => sys::say(&format!(

@@ -486,5 +486,9 @@ fn freed(result: Result<(), pool::Error>) -> Result<(), TransportError> {
 
 /// Converts an error of the pool. A page that cannot be moved is lost, whatever the reason.
 fn gone(error: pool::Error) -> TransportError {
-    TransportError::Gone(error.to_string())
+    let text = error.to_string();
+    match error {
+        pool::Error::Unanswered { .. } => TransportError::Unanswered(text),
+        _ => TransportError::Gone(text),
+    }
 }

@@ -60,6 +60,10 @@ pub enum TransportError {
     /// The backing memory is gone permanently, and the pages with it.
     #[error("the memory pool is gone: {0}")]
     Gone(String),
+    /// A memory node does not answer within the limit. Its memory is as it was, but the process
+    /// cannot go on without it.
+    #[error("the memory node does not answer: {0}")]
+    Unanswered(String),
 }
 
 /// The frames.

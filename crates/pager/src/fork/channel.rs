@@ -18,6 +18,7 @@
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 
+use super::keeper;
 use crate::sys::PAGE_BYTES;
 
 /// A message, with at most [`FDS`] descriptors. `start..end` are pages, for kinds that name pages.
@@ -171,9 +172,10 @@ pub(super) fn receive(channel: RawFd) -> io::Result<(Message, [Option<OwnedFd>; 
     Ok((message, fds))
 }
 
-/// Sends a message and waits for the answer.
+/// Sends a message to the page server and waits for the answer.
 pub(super) fn call(channel: RawFd, message: Message, fds: &[RawFd]) -> io::Result<Message> {
     send(channel, message, fds)?;
+    keeper::wait_for_answer(channel);
     receive(channel).map(|(answer, _)| answer)
 }
 
@@ -230,6 +232,7 @@ pub(super) fn take(channel: RawFd, server_calls: RawFd) -> io::Result<Vec<Block>
     let answer = call(channel, Message::of(TAKE), &[server_calls])?;
     let mut blocks = vec![Block::default(); answer.end as usize];
     for part in blocks.chunks_mut(BLOCKS_AT_ONCE) {
+        keeper::wait_for_answer(channel);
         // SAFETY: plain words, for which any bytes are values.
         unsafe { receive_bytes(channel, part.as_mut_ptr().cast(), size_of_val(part))? };
     }

@@ -11,6 +11,7 @@ use std::sync::atomic::Ordering;
 
 use super::channel::{self, Block, Message};
 use super::inheritance::Inheritance;
+use super::keeper;
 use super::state::server_lost;
 use crate::config::{Config, EXIT_PAGER};
 use crate::descriptor;
@@ -66,8 +67,13 @@ impl Pager {
     /// Runs the thread of a light child: waits for notices, and promotes the child when requested.
     pub(super) fn wait_for_promotion(&'static self, ends: ChildSockets) {
         let mut pause_ms = SAMPLE_MS_MIN;
+        // The program's threads wait for pages in the kernel, so this thread looks for them.
+        let mut wait = keeper::Wait::for_pages();
         while !channel::is_ready(ends.notices, pause_ms as i32) {
-            pause_ms = self.sample_unpaged(pause_ms);
+            pause_ms = match wait.look() {
+                true => keeper::LOOK_MS as u64,
+                false => self.sample_unpaged(pause_ms),
+            };
         }
         match channel::receive(ends.notices) {
             Ok((message, _)) if message.kind == channel::PROMOTE => self.promote(ends),

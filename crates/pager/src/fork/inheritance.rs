@@ -5,6 +5,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Mutex;
 
 use super::channel::{self, Message};
+use super::keeper;
 use super::state::server_lost;
 use crate::sys::PAGE_BYTES;
 
@@ -33,8 +34,10 @@ impl Inheritance {
             let read = unsafe {
                 let to = first.add((at - pages.start) as usize * PAGE_BYTES);
                 let message = Message::pages(channel::READ, part.clone());
-                channel::send(calls.as_raw_fd(), message, &[])
-                    .and_then(|()| channel::receive_pages(calls.as_raw_fd(), to, part.len()))
+                channel::send(calls.as_raw_fd(), message, &[]).and_then(|()| {
+                    keeper::wait_for_answer(calls.as_raw_fd());
+                    channel::receive_pages(calls.as_raw_fd(), to, part.len())
+                })
             };
             if read.is_err() {
                 server_lost();

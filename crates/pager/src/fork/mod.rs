@@ -42,6 +42,7 @@ mod child;
 mod child_promotion;
 mod child_setup;
 pub(crate) mod inheritance;
+pub(crate) mod keeper;
 mod page_server;
 pub(crate) mod state;
 pub mod unseen;
@@ -116,6 +117,7 @@ impl Pager {
         if self.forks.is_light() {
             self.forks.request(Message::of(channel::FORKS), &ends);
         } else {
+            keeper::before_fork();
             // From here on no page is taken out, so the handler serves this thread beyond the
             // bound.
             self.forks.thread.store(sys::thread_id(), Ordering::Release);
@@ -205,12 +207,14 @@ impl Pager {
             self.ask_worker(CHILD_MADE);
         }
         // The page server follows a light child's own forks, not this process.
+        let mut wait = keeper::Wait::for_child();
         while forked && !self.forks.is_light() {
             let done = self.forks.children_added.load(Ordering::Acquire);
             if done != added_before {
                 break;
             }
-            sys::futex_wait(&self.forks.children_added, done, Some(1000));
+            sys::futex_wait(&self.forks.children_added, done, Some(keeper::LOOK_MS as u64));
+            wait.look();
         }
         if !self.forks.is_light() {
             self.forks.server_ends.iter().for_each(|end| end.store(0, Ordering::Release));
@@ -246,6 +250,7 @@ impl Pager {
         drop((space, protection));
         descriptor::note_program();
         credentials::forget_threads();
+        keeper::enter_child(self.forks.is_light());
         self.forks.light.store(true, Ordering::Release);
         // Closes the parent's descriptors: its userfaultfd, and its sockets to its own parent's
         // page server.
@@ -284,6 +289,7 @@ impl Pager {
         let faults = match faults {
             Some(faults) => faults,
             None => {
+                keeper::wait_for_answer(notices.as_raw_fd());
                 let (_, [faults, _]) = channel::receive(notices.as_raw_fd())?;
                 faults.ok_or(io::ErrorKind::InvalidData)?
             }
@@ -309,8 +315,10 @@ impl Pager {
         })?;
         // A new libc thread reads the locale, which is paged. Only after that can it wait for
         // notices; until then this thread does.
+        let mut wait = keeper::Wait::for_pages();
         while self.forks.watched.swap(0, Ordering::AcqRel) == 0 {
             sys::futex_wait(&self.forks.watched, 0, Some(10));
+            wait.look();
             if channel::has_hung_up(notices.as_raw_fd(), 0) {
                 server_lost();
             }

@@ -34,6 +34,7 @@ use std::time::{Duration, Instant};
 use super::channel::{self, Message};
 use super::child::{Arrival, Child, Inbox, Touched, take_arrival};
 use super::inheritance::set_page_server;
+use super::keeper;
 use crate::config::EXIT_PAGER;
 use crate::credentials;
 use crate::page_table::PageId;
@@ -128,7 +129,7 @@ extern "C" fn run_page_server(server: *mut libc::c_void) -> libc::c_int {
     unsafe {
         libc::setsid();
         libc::chdir(c"/".as_ptr());
-        libc::prctl(libc::PR_SET_NAME, c"granary-keeper".as_ptr());
+        libc::prctl(libc::PR_SET_NAME, keeper::NAME.as_ptr());
         libc::signal(libc::SIGALRM, watchdog as extern "C" fn(i32) as libc::sighandler_t);
         let mut alarm: libc::sigset_t = std::mem::zeroed();
         libc::sigaddset(&mut alarm, libc::SIGALRM);

@@ -104,7 +104,16 @@ static OWN: [(AtomicUsize, AtomicUsize); 256] =
 /// Maps private anonymous memory for the pager itself: readable and writable, without a reservation
 /// of swap.
 pub fn map_anonymous(len: usize) -> io::Result<usize> {
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    map_own(len, libc::MAP_PRIVATE)
+}
+
+/// As [`map_anonymous`], with memory that forked children share with this process.
+pub(crate) fn map_shared_anonymous(len: usize) -> io::Result<usize> {
+    map_own(len, libc::MAP_SHARED)
+}
+
+fn map_own(len: usize, kind: i32) -> io::Result<usize> {
+    let flags = kind | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     // SAFETY: no MAP_FIXED, so no existing mapping is touched.
     let start = unsafe { mmap(0, len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)? };
     for (own, bytes) in &OWN {
