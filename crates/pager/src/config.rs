@@ -7,6 +7,7 @@
 //! | `GRANARY_POOL` | backing memory: memory node addresses ([`pool::Address`]) or a store ([`crate::store`]) |
 //! | `GRANARY_ANSWER_S` | seconds after which a memory node that does not answer ends the process (default 30) |
 //! | `GRANARY_ASSIST` | `process`: an assist moves the page lists of prefetch and write-back ([`crate::assist`]); absent: none |
+//! | `GRANARY_DESCRIPTORS` | sockets of memory nodes, and the userfaultfd device, that a process which has changed its user hands to the program that it executes (`node_sockets`); not set by `granary run` |
 //! | `GRANARY_DIRECT` | `1`: the memory node is private and passes on its chunk memory (`direct_transport`) |
 //! | `GRANARY_RUN_DIR` | directory of the assist's socket |
 //! | `GRANARY_RUN_MEMORY` | descriptor of ledger and counters; absent: counters are private |
@@ -34,8 +35,8 @@ use std::path::PathBuf;
 
 pub use seal::Cipher;
 
-use crate::Error;
 use crate::policy::{Name, UnknownPolicy};
+use crate::{Error, node_sockets};
 
 /// Smallest accepted bound, in bytes. The frames take a part of the bound
 /// ([`crate::pages::Sizes`]). The rest must hold all pages that one system call over many buffers
@@ -218,6 +219,8 @@ pub struct Config {
     pub run_directory: Option<PathBuf>,
     /// Descriptor of the memory with the ledger and the counters ([`crate::run_memory`]).
     pub run_memory: Option<PathBuf>,
+    /// Descriptors that the process was handed by one that has changed its user (`node_sockets`).
+    pub handed: Option<String>,
     /// Path of the fault trace, without `.PID`. A traced process reads no page ahead.
     pub trace: Option<PathBuf>,
     /// Bytes of address space to reserve.
@@ -263,6 +266,7 @@ impl Config {
             has_assist: false,
             run_directory: None,
             run_memory: None,
+            handed: None,
             trace: None,
             region_bytes: 1 << 40,
             overflow_directory: default_overflow_directory(),
@@ -303,6 +307,7 @@ impl Config {
         config.has_assist = get(ASSIST).as_deref() == Some("process");
         config.run_directory = get("GRANARY_RUN_DIR").map(PathBuf::from);
         config.run_memory = get(RUN_MEMORY).map(PathBuf::from);
+        config.handed = get(node_sockets::VARIABLE);
         config.fault_times = get(FAULT_TIMES).map(PathBuf::from);
         config.trace = get("GRANARY_TRACE").map(PathBuf::from);
         if let Some(region) = get("GRANARY_REGION") {
@@ -396,6 +401,9 @@ impl Config {
         if let Some(memory) = &self.run_memory {
             variables.push((RUN_MEMORY, memory.clone().into()));
         }
+        if let Some(handed) = &self.handed {
+            variables.push((node_sockets::VARIABLE, handed.clone().into()));
+        }
         if let Some(file) = &self.fault_times {
             variables.push((FAULT_TIMES, file.clone().into()));
         }
@@ -468,6 +476,7 @@ mod tests {
         config.shares_bound = true;
         config.run_directory = Some("/run/x".into());
         config.run_memory = Some("/proc/1/fd/1000".into());
+        config.handed = Some("0:1001,device:1002".into());
         config.trace = Some("/traces/x".into());
         config.overflow_directory = "/somewhere".into();
         config.allow_unpaged = true;

@@ -11,6 +11,8 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicI32, Ordering};
 
+use crate::sys::system_call;
+
 const MAX_DESCRIPTORS: usize = 64;
 static OURS: [AtomicI32; MAX_DESCRIPTORS] = [const { AtomicI32::new(-1) }; MAX_DESCRIPTORS];
 /// Descriptor of the run's memory, which programs inherit; -1 without one.
@@ -68,13 +70,36 @@ pub fn move_high(fd: RawFd) -> io::Result<OwnedFd> {
         return Err(io::Error::last_os_error());
     }
     if !has_own_table() {
-        let free = OURS.iter().find(|ours| {
-            ours.compare_exchange(-1, moved, Ordering::AcqRel, Ordering::Acquire).is_ok()
-        });
-        assert!(free.is_some(), "more than {MAX_DESCRIPTORS} descriptors to protect");
+        register(moved);
     }
     // SAFETY: just created.
     Ok(unsafe { OwnedFd::from_raw_fd(moved) })
+}
+
+fn register(fd: RawFd) {
+    let free = OURS
+        .iter()
+        .find(|ours| ours.compare_exchange(-1, fd, Ordering::AcqRel, Ordering::Acquire).is_ok());
+    assert!(free.is_some(), "more than {MAX_DESCRIPTORS} descriptors to protect");
+}
+
+/// Registers an inherited descriptor as the pager's, close-on-exec. Returns false if it is not
+/// open.
+pub(crate) fn adopt(fd: RawFd) -> bool {
+    let is_open = keep_over_exec(fd, false);
+    if is_open && !is_ours(fd) {
+        register(fd);
+    }
+    is_open
+}
+
+/// Sets whether a descriptor stays open when the calling thread's process executes a program.
+/// Returns false if the descriptor is not open. Does not allocate.
+pub fn keep_over_exec(fd: RawFd, stays_open: bool) -> bool {
+    let flags = if stays_open { 0 } else { libc::FD_CLOEXEC };
+    let arguments = [fd as usize, libc::F_SETFD as usize, flags as usize, 0, 0, 0];
+    // SAFETY: changes a flag of a descriptor that the caller owns.
+    unsafe { system_call(libc::SYS_fcntl, arguments) }.is_ok()
 }
 
 /// Removes a descriptor from the pager's list without closing it.

@@ -61,7 +61,7 @@ pub mod mapping;
 pub mod memory;
 pub mod metrics;
 mod monitor;
-mod node_sockets;
+pub mod node_sockets;
 pub mod page_table;
 mod pager;
 pub mod pages;

@@ -31,7 +31,7 @@ use crate::fork::unseen::is_unseen_child;
 use crate::leadership::Leadership;
 use crate::lease::Lease;
 use crate::memory::linux::{LinuxMemory, Way, WhyCopying};
-use crate::node_sockets::Sockets;
+use crate::node_sockets::{self, HandedOn, Sockets};
 use crate::page_table::PageTable;
 use crate::pages::overrun::Allowance;
 use crate::pages::{Pages, Sizes};
@@ -209,6 +209,9 @@ impl Pager {
             let what = what.to_string();
             move |source| Error::System { what, source }
         };
+        // First, because a process that has changed its user opens userfaultfds by the device that
+        // it was handed.
+        let sockets = Sockets::open(&config.pool, config.handed.as_deref());
         let (uffd, fork_events) = match Uffd::open(Features { fork_events: true }) {
             Ok(uffd) => (uffd, true),
             Err(Error::UserfaultfdApi(_)) => (Uffd::open(Features::default())?, false),
@@ -231,7 +234,6 @@ impl Pager {
         }
         let (space, unreadable) = (region.space(), RangeSet::default());
         let advice = AdviceMap::new().map_err(system("map the table of advice"))?;
-        let sockets = Sockets::open(&config.pool, !fork_events);
         let parts = PagerParts {
             uffd,
             fork_events,
@@ -370,7 +372,11 @@ impl Pager {
         if FileTransport::is_named_by(&config.pool) {
             return Ok(Box::new(FileTransport::open(&config.pool, frames)?));
         }
-        let nodes = pool::Address::list(&config.pool).map_err(|why| Error::Setting {
+        let pool = match &config.handed {
+            Some(handed) => node_sockets::reachable_list(&config.pool, handed)?,
+            None => config.pool.clone(),
+        };
+        let nodes = pool::Address::list(&pool).map_err(|why| Error::Setting {
             name: "GRANARY_POOL",
             value: config.pool.clone(),
             why,
@@ -425,6 +431,12 @@ impl Pager {
     /// Returns true if the kernel reports forks of this process to the pager.
     pub fn reports_forks(&self) -> bool {
         self.fork_events
+    }
+
+    /// Returns the descriptors that a program needs which the calling thread executes after it has
+    /// changed its user. Does not allocate.
+    pub fn to_hand_on(&self) -> Option<HandedOn<'_>> {
+        self.sockets.to_hand_on()
     }
 
     /// Returns the number of pages that are present: resident, or on the shelf.

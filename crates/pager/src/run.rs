@@ -17,6 +17,7 @@ use crate::awake::AwakeThread;
 use crate::config::Config;
 use crate::execs::{Execs, Reason, WithoutPool};
 use crate::executable::{Kind, kind_of};
+use crate::node_sockets;
 use crate::reaper;
 pub use crate::run_directory::RunDirectory;
 use crate::stats::Summary;
@@ -100,6 +101,8 @@ pub fn run_in(
     let mut command = Command::new(program);
     command.args(arguments).envs(config.to_environment());
     command.env_remove("GRANARY_UNPAGED");
+    // Those of an outer run.
+    command.env_remove(node_sockets::VARIABLE);
     // The filters of `man` refuse sockets, without which its processes cannot be paged nor fork.
     if std::env::var_os(MAN_FILTER).is_none() {
         command.env(MAN_FILTER, "1");

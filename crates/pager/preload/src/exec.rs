@@ -2,7 +2,8 @@
 //!
 //! Each new program's environment gets what it lacks: this library in `LD_PRELOAD`, and the run's
 //! `GRANARY_*` variables. Variables that are there keep their values. The process is noted in the
-//! run's memory ([`pager::execs`]) until the new program pages.
+//! run's memory ([`pager::execs`]) until the new program pages. A process that has changed its user
+//! hands the sockets of memory nodes on to the program ([`pager::node_sockets`]).
 //!
 //! All functions of the C library that start programs (the `exec` family, `posix_spawn`, `system`,
 //! `popen`, `wordexp`) end in its `execve`, most of them by calls that no symbol table is looked up
@@ -20,8 +21,10 @@ use std::sync::OnceLock;
 
 use pager::execs::{Execs, Reason};
 use pager::executable::kind_of;
+use pager::node_sockets::{self, HandedOn};
 use pager::run_memory::RunMemory;
 use pager::sys::{self, PAGE_BYTES, system_call};
+use pager::{Pager, descriptor};
 
 use crate::{early, redirect};
 
@@ -63,7 +66,7 @@ pub unsafe fn prepare(environment: *const *const c_char) {
     let preload = CString::new([PRELOAD, library.to_bytes()].concat());
     // SAFETY: by the caller.
     let ours = unsafe { Environment(environment).entries() }
-        .filter(|entry| entry.to_bytes().starts_with(PREFIX))
+        .filter(|entry| entry.to_bytes().starts_with(PREFIX) && !is_of_descriptors(entry))
         .map(CStr::to_owned);
     let entries = preload.into_iter().chain(ours).collect();
     if NEEDED.set(Needed { library, entries }).is_err() {
@@ -127,6 +130,13 @@ fn same_name(entry: &CStr, other: &CStr) -> bool {
     len == other_len && len.is_some_and(|len| entry.to_bytes()[..len] == other.to_bytes()[..len])
 }
 
+/// Returns true for the variable that names handed descriptors, which is made anew for each
+/// program.
+fn is_of_descriptors(entry: &CStr) -> bool {
+    let rest = entry.to_bytes().strip_prefix(node_sockets::VARIABLE.as_bytes());
+    rest.is_some_and(|rest| rest.starts_with(b"="))
+}
+
 /// Returns the part after the last slash.
 fn file_name(path: &[u8]) -> &[u8] {
     path.rsplit(|&byte| byte == b'/').next().unwrap_or(path)
@@ -149,19 +159,21 @@ impl Needed {
         })
     }
 
-    /// Calls `run` with the environment that a new program gets: with this library and the run's
-    /// variables, or without the library.
+    /// Calls `run` with the environment that a new program gets: with this library, the run's
+    /// variables and the one of `handed` descriptors, or without the library.
     fn change<T>(
         &self,
         environment: Environment,
         with_library: bool,
+        handed: Option<&CStr>,
         run: impl FnOnce(*const *const c_char) -> T,
     ) -> T {
         // The dynamic linker uses the last value.
-        let (mut count, mut before) = (0, None);
+        let (mut count, mut before, mut names_handed) = (0, None, false);
         // SAFETY: the program's environment, valid during its call.
         for entry in unsafe { environment.entries() } {
             count += 1;
+            names_handed |= is_of_descriptors(entry);
             before = entry.to_bytes().strip_prefix(PRELOAD).or(before);
         }
         let has_it = before.map(|value| Self::libraries(value).any(|path| self.is_library(path)));
@@ -169,12 +181,13 @@ impl Needed {
             true => (has_it == Some(false), self.missing(environment).count()),
             false => (has_it == Some(true), 0),
         };
-        if !changes_it && missing == 0 {
+        if !changes_it && missing == 0 && handed.is_none() {
             return run(environment.0);
         }
         let text =
             PRELOAD.len() + self.library.to_bytes().len() + before.map_or(0, <[u8]>::len) + 2;
-        let pointers = count + missing + 1;
+        let added = handed.filter(|_| !names_handed);
+        let pointers = count + missing + usize::from(added.is_some()) + 1;
         with_words(pointers + text.div_ceil(size_of::<usize>()), |words| {
             // Without memory the program starts as it is, and counts as one without the pool.
             let Some(words) = words else { return run(environment.0) };
@@ -194,9 +207,10 @@ impl Needed {
             // SAFETY: the program's environment, valid during its call.
             let theirs = unsafe { environment.entries() }.map(|entry| {
                 let is_changed = changes_it && entry.to_bytes().starts_with(PRELOAD);
+                let entry = handed.filter(|_| is_of_descriptors(entry)).unwrap_or(entry);
                 if is_changed { preload } else { entry.as_ptr() as usize }
             });
-            let ours = self.missing(environment).take(missing);
+            let ours = self.missing(environment).take(missing).map(CString::as_c_str).chain(added);
             let all = theirs.chain(ours.map(|entry| entry.as_ptr() as usize)).chain([0]);
             pointers.iter_mut().zip(all).for_each(|(pointer, entry)| *pointer = entry);
             run(pointers.as_ptr().cast())
@@ -384,7 +398,15 @@ unsafe fn execute(
         // SAFETY: by the caller.
         unsafe { note(execs, directory, path, reason) };
     }
-    let result = needed.change(environment, with_library, call);
+    // In a child of vfork too: the descriptor table is a copy of its parent's.
+    let handed = crate::paged_memory().filter(|_| with_library).and_then(Pager::to_hand_on);
+    let keep = |stays_open| {
+        let all = handed.into_iter().flat_map(HandedOn::descriptors);
+        all.for_each(|fd| _ = descriptor::keep_over_exec(fd, stays_open));
+    };
+    keep(true);
+    let result = needed.change(environment, with_library, handed.map(HandedOn::entry), call);
+    keep(false);
     if let Some(execs) = execs {
         execs.withdraw(process());
     }
