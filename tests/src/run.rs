@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use pager::execs::Execs;
 use pager::run_memory::RunMemory;
 use pager::stats::{Counter, Summary};
 use rustix::process::{Pid, Signal, kill_process};
@@ -117,10 +118,20 @@ impl Site {
     /// Waits until `is_true` holds for the counters of a running program. Fails if the program ends
     /// before.
     pub fn wait_for_counters(&self, running: &Running, is_true: impl Fn(&Summary) -> bool) {
+        self.wait_for_memory(running, |memory| is_true(&Summary::read(memory)));
+    }
+
+    /// Waits until a running program has this many processes without the pool. Fails if the program
+    /// ends before.
+    pub fn wait_for_processes_without_pool(&self, running: &Running, count: u64) {
+        self.wait_for_memory(running, |memory| Execs::of(memory).without_pool().processes >= count);
+    }
+
+    fn wait_for_memory(&self, running: &Running, is_true: impl Fn(RunMemory) -> bool) {
         let holds = || {
             let processes = processes_of(running);
-            let counters = processes.iter().find_map(|&process| counters_of(process))?;
-            Some(is_true(&Summary::read(counters)))
+            let memory = processes.iter().find_map(|&process| counters_of(process))?;
+            Some(is_true(memory))
         };
         while holds() != Some(true) {
             let ended = running.ends_within(Duration::from_millis(2));

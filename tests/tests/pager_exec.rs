@@ -4,10 +4,10 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use granary_tests::needs;
-use granary_tests::pager::{Outcome, plain};
+use granary_tests::pager::{Outcome, Running, plain};
 use granary_tests::run::{NodeKind, Paged, Site};
 use pager::config::EXIT_PAGER;
 
@@ -163,6 +163,45 @@ fn programs_of_static_programs_are_paged() {
     let program = site.scratch.compile("resident", RESIDENT);
     let through = site.scratch.compile_with("through", SOURCE, &["-static"]);
     is_paged(&site, &format!("{} {}", text(&through), text(&program)));
+}
+
+/// A program without the library starts another one with an environment of its own, as Go does by
+/// system calls of its own. The reaper finds the process.
+#[test]
+fn programs_of_unpaged_programs_are_named_at_the_end() {
+    const SOURCE: &str = "
+        #include <sys/wait.h>
+        #include <unistd.h>
+        int main(int count, char **arguments) {
+            char *none[] = {0};
+            if (fork() == 0) {
+                execve(arguments[1], arguments + 1, none);
+                _exit(1);
+            }
+            return wait(0) < 0;
+        }";
+    let site = site("exec-below-static");
+    let through = site.scratch.compile_with("through", SOURCE, &["-static"]);
+    let other = site.scratch.compile_with(
+        "other",
+        "#include <stdio.h>\nint main(void) { getchar(); }",
+        &[],
+    );
+    let words = ["-c", "$0 $1; true", text(&through), text(&other)];
+    let mut command = site.command("/bin/sh", &words);
+    let mut running = Running::start(command.stdin(Stdio::piped()));
+    let input = running.input();
+    site.wait_for_processes_without_pool(&running, 2);
+    drop(input);
+    let Paged { outcome, stats } = site.finish(running);
+    assert_eq!((outcome.code, &stats["processes_without_pool"]), (0, &2.into()), "{outcome:?}");
+    let found = line(&outcome).unwrap_or_default();
+    for (program, reason) in [
+        (&through, "linked statically"),
+        (&other, "its dynamic linker did not load the preload library"),
+    ] {
+        assert!(found.contains(&format!("{} ({reason}", text(program))), "{found}");
+    }
 }
 
 #[test]

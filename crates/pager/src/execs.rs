@@ -3,7 +3,8 @@
 //! A process notes itself, and the program, before it calls exec. The preload library withdraws the
 //! note in the new program once the program is paged. So the notes that are left at the end name
 //! the processes that the pager does not serve, for whatever reason: the dynamic linker loads no
-//! library into a static program, and none by `LD_PRELOAD` into a set-user-ID program.
+//! library into a static program, and none by `LD_PRELOAD` into a set-user-ID program. The reaper
+//! notes processes that no exec has noted ([`crate::strangers`]).
 //!
 //! ```text
 //!  u64[0]             ended processes without the pool whose place was used again
@@ -128,6 +129,11 @@ impl Execs {
         if let Some(place) = self.place_of(process) {
             place.store(0, Ordering::Release);
         }
+    }
+
+    /// Returns true if a process has a note.
+    pub(crate) fn is_noted(&self, process: u32) -> bool {
+        self.place_of(process).is_some()
     }
 
     /// Sets the reason in the note of a process.

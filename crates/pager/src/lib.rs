@@ -84,6 +84,7 @@ pub mod slots;
 mod spawn;
 pub mod stats;
 pub mod store;
+mod strangers;
 pub mod stream;
 pub mod sys;
 mod threads;

@@ -23,6 +23,7 @@ use std::process::{Command, ExitStatus};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::strangers::{Key, Strangers};
 use crate::sys;
 
 /// Limits of the reaper's waits, from `GRANARY_WAIT_S`.
@@ -60,11 +61,13 @@ type Dispositions = Vec<(i32, libc::sighandler_t)>;
 /// Starts `command` under a reaper and waits for it, forwarding signals. The program answers the
 /// signals of a terminal or supervisor: the terminal sends its own signals to the program directly;
 /// SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded. With `ends_daemons`, processes that the
-/// program leaves behind are ended. `wait_s` limits the reaper's waits.
+/// program leaves behind are ended. `wait_s` limits the reaper's waits. The reaper looks for
+/// `strangers` among the processes.
 pub(crate) fn run_to_end(
     command: &mut Command,
     ends_daemons: bool,
     wait_s: u32,
+    mut strangers: Option<Strangers>,
 ) -> io::Result<ExitStatus> {
     static REAPER: AtomicI32 = AtomicI32::new(0);
     extern "C" fn pass_on(signal: i32) {
@@ -92,7 +95,8 @@ pub(crate) fn run_to_end(
         command.pre_exec(move || match split(&restored)? {
             Some(id) => {
                 let (program, limits) = (program.clone(), Limits::of(wait_s));
-                Reaper { parent, id, program, ends_daemons, limits }.run(arguments)
+                Reaper { parent, id, program, ends_daemons, limits }
+                    .run(arguments, strangers.take())
             }
             None => Ok(()),
         });
@@ -157,7 +161,7 @@ struct Reaper {
 
 impl Reaper {
     /// Runs the reaper until the program has ended. Does not return.
-    fn run(&self, arguments: (usize, usize)) -> ! {
+    fn run(&self, arguments: (usize, usize), mut strangers: Option<Strangers>) -> ! {
         // SAFETY: plain system calls of this process, which has one thread. Without the descriptors
         // above 2, the command learns that the program has been started.
         unsafe {
@@ -171,9 +175,16 @@ impl Reaper {
             }
             rename(arguments);
         }
+        let mut next_look = Instant::now();
         while !self.has_ended() {
             self.end_without_parent();
-            if let Some(signal) = self.wait_for_signal(None) {
+            let pause = strangers.as_mut().map(|strangers| {
+                if Instant::now() >= next_look {
+                    next_look = Instant::now() + strangers.look(|| self.others());
+                }
+                next_look.saturating_duration_since(Instant::now())
+            });
+            if let Some(signal) = self.wait_for_signal(pause) {
                 // SAFETY: the program is not reaped yet, so the id is its own.
                 unsafe { libc::kill(self.id, signal) };
             }
@@ -205,8 +216,10 @@ impl Reaper {
     /// Waits for a signal: one that the command passes on is returned. `None` after the timeout, at
     /// the end of a child or of the command, and for other signals.
     fn wait_for_signal(&self, timeout: Option<Duration>) -> Option<i32> {
-        let time =
-            timeout.map(|time| libc::timespec { tv_sec: 0, tv_nsec: time.subsec_nanos().into() });
+        let time = timeout.map(|time| libc::timespec {
+            tv_sec: time.as_secs() as i64,
+            tv_nsec: time.subsec_nanos().into(),
+        });
         let time = time.as_ref().map_or(std::ptr::null(), |time| time as *const libc::timespec);
         // SAFETY: zeros are a value of both types; all pointers are to live values or null.
         let (signal, sender) = unsafe {
@@ -282,6 +295,13 @@ impl Reaper {
         found
     }
 
+    /// Processes of the run that live, but for the program, which the command has checked.
+    fn others(&self) -> Vec<Key> {
+        let mut found = descendants(&processes());
+        found.retain(|process| process.lives && process.id != self.id);
+        found.iter().map(|process| (process.id, process.start)).collect()
+    }
+
     /// Kills all processes of the run, and waits until they have ended. Returns their number.
     fn kill_all(&self) -> usize {
         let until = Instant::now() + self.limits.kill;
@@ -341,10 +361,12 @@ struct Process {
     name: String,
     /// Not a zombie.
     lives: bool,
+    /// Start time, in ticks of the clock; 0 if it is not known.
+    start: u64,
 }
 
 impl Process {
-    /// Reads the first fields of the text of `/proc/PID/stat`: id, name, state, parent.
+    /// Reads fields of the text of `/proc/PID/stat`: id, name, state, parent, start time.
     fn parse(stat: &str) -> Option<Self> {
         let (id, rest) = stat.split_once(" (")?;
         // The name may contain any character, and the fields after the name have no parenthesis.
@@ -352,7 +374,9 @@ impl Process {
         let mut fields = rest.split(' ');
         let lives = !matches!(fields.next()?, "Z" | "X");
         let parent = fields.next()?.parse().ok()?;
-        Some(Self { id: id.parse().ok()?, parent, name: name.into(), lives })
+        // Field 22 of proc_pid_stat(5); the next one is field 5.
+        let start = fields.nth(17).and_then(|start| start.parse().ok()).unwrap_or(0);
+        Some(Self { id: id.parse().ok()?, parent, name: name.into(), lives, start })
     }
 }
 
@@ -448,6 +472,9 @@ mod tests {
         let process = Process::parse("17 (a) Z 1 (b)) S 4 17 17 0 -1").unwrap();
         assert_eq!((process.id, process.parent, process.lives), (17, 4, true));
         assert_eq!(process.name, "a) Z 1 (b)");
+        assert_eq!(process.start, 0);
+        let all = (4..53).map(|field| field.to_string()).collect::<Vec<_>>().join(" ");
+        assert_eq!(Process::parse(&format!("17 (a) S {all}")).unwrap().start, 22);
         assert!(!Process::parse("18 (sh) Z 4 1 1").unwrap().lives);
         assert!(Process::parse("18 sh").is_none());
     }
@@ -455,13 +482,14 @@ mod tests {
     #[test]
     fn status_of_the_program_is_passed_on() {
         let status = |script: &str| {
-            run_to_end(Command::new("sh").args(["-c", script]), true, 5).unwrap().into_raw()
+            let mut command = Command::new("sh");
+            run_to_end(command.args(["-c", script]), true, 5, None).unwrap().into_raw()
         };
         use std::os::unix::process::ExitStatusExt;
         assert_eq!(libc::WEXITSTATUS(status("exit 7")), 7);
         assert_eq!(libc::WTERMSIG(status("kill -9 $$")), libc::SIGKILL);
         assert_eq!(libc::WTERMSIG(status("kill -SEGV $$")), libc::SIGSEGV);
-        let missing = run_to_end(&mut Command::new("/no/such/program"), true, 5).unwrap_err();
+        let missing = run_to_end(&mut Command::new("/no/such/program"), true, 5, None).unwrap_err();
         assert_eq!(missing.kind(), io::ErrorKind::NotFound);
     }
 }

@@ -21,6 +21,7 @@ use crate::node_sockets;
 use crate::reaper;
 pub use crate::run_directory::RunDirectory;
 use crate::stats::Summary;
+use crate::strangers::Strangers;
 use crate::sys;
 use crate::trace_recorder;
 use crate::uffd::{Features, Uffd};
@@ -110,7 +111,8 @@ pub fn run_in(
     if with_library {
         command.env("LD_PRELOAD", preload(&library, std::env::var_os("LD_PRELOAD")));
     }
-    let status = reaper::run_to_end(&mut command, config.ends_daemons, config.wait_s)
+    let strangers = Some(Strangers::of(directory.memory()));
+    let status = reaper::run_to_end(&mut command, config.ends_daemons, config.wait_s, strangers)
         .map_err(|source| Error::System { what: format!("run {}", program.display()), source })?;
     let summary = Summary::read(directory.memory());
     let without_pool = Execs::of(directory.memory()).without_pool();
