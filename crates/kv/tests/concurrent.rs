@@ -345,3 +345,45 @@ fn late_reader_sees_no_memory_that_is_used_again() {
         }
     }
 }
+
+/// A key is chosen for eviction while a write replaces its block.
+#[test]
+fn eviction_beside_a_write_of_its_key() {
+    for (column, settings) in cases(1) {
+        let (mut between, mut polls) = (0, 0);
+        loop {
+            let world = World::new(4096, 1 << 20, true, 1);
+            let store = world.create(settings.clone());
+            block_on(store.set(0, b"key", b"old", SetOptions::default())).expect("a write");
+            let mut write = std::pin::pin!(store.set(0, b"key", b"new", SetOptions::default()));
+            let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+            if (0..polls).any(|_| write.as_mut().poll(&mut cx).is_ready()) {
+                break;
+            }
+            polls += 1;
+            let by = kv::Eviction::Random;
+            let mut evict = std::pin::pin!(store.evict(kv::Candidates::All, by));
+            let early = (0..20).find_map(|_| match evict.as_mut().poll(&mut cx) {
+                std::task::Poll::Ready(evicted) => Some(evicted),
+                std::task::Poll::Pending => None,
+            });
+            block_on(write).expect("a write");
+            let left = || block_on(store.get(0, b"key")).expect("a read");
+            match early {
+                // The write has begun after the eviction.
+                Some(evicted) => {
+                    assert_eq!(evicted, Ok(true), "{column}: {polls} polls");
+                    assert_eq!(left().as_deref(), Some(&b"new"[..]), "{column}: {polls} polls");
+                }
+                // The eviction has chosen the key, and waits for the write.
+                None => {
+                    assert_eq!(block_on(evict), Ok(true), "{column}: {polls} polls");
+                    assert_eq!((left(), store.len(0)), (None, 0), "{column}: {polls} polls");
+                    between += 1;
+                }
+            }
+            assert!(!store.is_interrupted(), "{column}: {polls} polls");
+        }
+        assert!(between > 0, "{column}: the eviction never waited");
+    }
+}

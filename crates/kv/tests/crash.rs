@@ -5,8 +5,10 @@ mod common;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::task::{Context, Waker};
 
 use common::{BEGIN, COLUMNS, TestStore, World, block_on, settings};
+use kv::blocks::Blocks;
 use kv::memory::{Arena, Client, Hand};
 use kv::{Error, Expiry, Form, Operation, SetOptions, Settings, Store, Update, Wanted};
 
@@ -94,6 +96,85 @@ fn crash_in_stripes(what: &str, stripe_bits: u8, groups: u16, prepare: fn(&TestS
             check_use(&store, &arena, found, stripe_bits, 2);
         }
         assert!(outcomes.contains(&false) || before == after, "{what}, {column}");
+    }
+}
+
+/// A record that was carried out has no effect on changes that come later.
+#[test]
+fn record_is_carried_out_once() {
+    for (column, form, mirror) in COLUMNS {
+        let mut replays = 0;
+        for verbs in 0.. {
+            let world = World::new(4096, 1 << 20, false, 1);
+            let store = world.create(settings(form, mirror, 21));
+            fill(&store, 0..KEYS);
+            let before = content(&store);
+            let keys = [name(200), name(201)];
+            let keys: Vec<_> =
+                keys.iter().map(|key| Wanted { db: 0, key, is_read: false }).collect();
+            world.client.crash_after(verbs);
+            let call = store.atomically(&keys, |call| {
+                (0..2).for_each(|key| call.put(key, value(7), Expiry::Never));
+            });
+            if block_on(call).is_ok() && !world.client.is_crashed() {
+                break;
+            }
+            drop(store);
+            let (store, arena) = recover(&world, form, mirror, 21);
+            replays += u32::from(content(&store) != before);
+            // The blocks that the record names stay whole.
+            let _pin = arena.pin();
+            for key in [200, 201] {
+                block_on(store.delete(0, &name(key))).expect("a deletion");
+            }
+            assert_eq!(content(&store), before, "{column}: {verbs} verbs");
+            drop(store);
+            let (store, _) = recover(&world, form, mirror, 21);
+            assert_eq!(content(&store), before, "{column}: {verbs} verbs, second successor");
+        }
+        assert!(replays >= 2, "{column}: {replays} replays");
+    }
+}
+
+/// Two compute nodes take over at once. The one that counts itself too late learns that.
+#[test]
+fn one_of_two_successors_becomes_the_owner() {
+    for (column, form, mirror) in COLUMNS {
+        let mut deposed = 0;
+        for polls in 0.. {
+            let world = World::new(4096, 1 << 20, false, 1);
+            let store = world.create(settings(form, mirror, 21));
+            some_keys(&store);
+            let before = content(&store);
+            drop(store);
+            let client = Arc::new(Client::new(world.memory.clone(), true));
+            let arena = Arena::new(world.memory.clone(), 0, 1 << 20);
+            let (hand, root) = (Hand::new(BEGIN, 5), kv::place::Place::default());
+            let own = settings(form, mirror, 21);
+            let mut late = std::pin::pin!(Store::open(client, arena, hand, own, root));
+            let mut cx = Context::from_waker(Waker::noop());
+            if (0..polls).any(|_| late.as_mut().poll(&mut cx).is_ready()) {
+                break;
+            }
+            let (first, _) = recover(&world, form, mirror, 21);
+            match block_on(late) {
+                Err(error) => {
+                    assert_eq!(error, Error::Deposed, "{column}: {polls} polls");
+                    assert_eq!(block_on(first.check_owner()), Ok(()), "{column}: {polls} polls");
+                    assert_eq!(content(&first), before, "{column}: {polls} polls");
+                    deposed += 1;
+                }
+                // This successor was the first one, or came behind the other one.
+                Ok(late) if late.generation() > first.generation() => {
+                    assert_eq!(block_on(first.check_owner()), Err(Error::Deposed), "{column}");
+                }
+                Ok(late) => {
+                    assert_eq!((late.generation(), first.generation()), (2, 3), "{column}");
+                    assert_eq!(block_on(late.check_owner()), Err(Error::Deposed), "{column}");
+                }
+            }
+        }
+        assert!(deposed > 0, "{column}: no successor came too late");
     }
 }
 

@@ -69,6 +69,26 @@ fn the_rest_of_the_keys_outlives_a_memory_node() {
     }
 }
 
+#[test]
+fn loss_of_a_key_is_seen_by_its_watch() {
+    for (column, settings) in cases(2) {
+        let (memory, spread) = world();
+        let (store, _) = filled(&memory, &spread, settings);
+        let watches: Vec<_> = (0..200).map(|i| store.watch(0, &name(i)).unwrap()).collect();
+        let other = store.watch(1, &name(0)).unwrap();
+        memory.lose(1);
+        let read = |i| block_on(store.get(0, &name(i))).unwrap();
+        let lost: Vec<usize> = (0..200).filter(|i| read(*i as u32).is_none()).collect();
+        assert!(lost.len() > 40, "{column}");
+        block_on(store.forget_gone()).unwrap();
+        // Without a mirror the names of lost keys are not known, so all keys count as flushed.
+        let is_seen = |watch: &kv::Watch| watch.is_changed() || watch.is_flushed();
+        assert!(lost.iter().all(|i| is_seen(&watches[*i])), "{column}");
+        assert!(!is_seen(&other), "{column}: another database");
+        assert!(watches.iter().enumerate().all(|(i, own)| lost.contains(&i) || !own.is_changed()));
+    }
+}
+
 /// Each kind of operation meets keys whose values are gone, before they are forgotten.
 #[test]
 fn operations_do_without_a_memory_node_that_is_gone() {

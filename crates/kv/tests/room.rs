@@ -110,6 +110,18 @@ fn change_of_an_expiry_is_seen_by_a_watch() {
 }
 
 #[test]
+fn expiry_at_the_present_time_deletes_the_key() {
+    for (column, form, mirror) in COLUMNS {
+        let (_world, store) = store(form, mirror, 2);
+        for (at, is_left) in [(BEGIN - 1, 0), (BEGIN, 0), (BEGIN + 1, 1)] {
+            block_on(store.set(0, b"key", b"value", SetOptions::default())).expect("a write");
+            assert_eq!(block_on(store.expire(0, b"key", at, |_| true)), Ok(true), "{column}");
+            assert_eq!(store.len(0), is_left, "{column}: {at}");
+        }
+    }
+}
+
+#[test]
 fn call_of_several_keys_is_seen_by_watches_and_keeps_expiries() {
     for (column, form, mirror) in COLUMNS {
         let (_world, store) = store(form, mirror, 2);
@@ -207,6 +219,44 @@ fn full_pool_deletes_any_number_of_keys() {
                 let is_there = block_on(store.exists(0, &name(i))).expect("a read");
                 assert_eq!(is_there, i >= keys.end, "{column}: key {i}");
             }
+        }
+        assert_eq!(world.arena.wrong_frees(), 0);
+    }
+}
+
+/// A crash between two records would leave a part of the writes done.
+#[test]
+fn full_pool_refuses_a_write_of_more_keys_than_a_record_names() {
+    for (column, form, mirror) in COLUMNS {
+        let world = World::new(4096, 24, false, 1);
+        let store = world.create(settings(form, mirror, 21));
+        let mut written = 0;
+        while block_on(store.set(0, &name(written), &[1; 100], SetOptions::default())).is_ok() {
+            written += 1;
+        }
+        assert!(written > 60, "{column}: {written}");
+        for bytes in [4096, 1024, 256, 64, 32] {
+            while block_on(world.arena.allocate(0, bytes)).is_ok() {}
+        }
+        // Room for one new value, and none for a record of another length.
+        assert!(block_on(store.delete(0, &name(0))).expect("a deletion"));
+        // A reserved record of 1 KiB names 42 keys.
+        for (keys, is_done) in [(1..44, false), (1..43, true)] {
+            let names: Vec<_> = keys.clone().map(name).collect();
+            let wanted: Vec<_> =
+                names.iter().map(|key| Wanted { db: 0, key, is_read: false }).collect();
+            let changed = block_on(store.atomically(&wanted, |transaction| {
+                let deleted = (1..wanted.len()).filter(|key| transaction.delete(*key)).count();
+                transaction.put(0, vec![2; 100], Expiry::Never);
+                deleted
+            }));
+            let full = Err(kv::Error::NoBlock(kv::blocks::NoBlock::Full));
+            assert_eq!(changed, if is_done { Ok(41) } else { full }, "{column}");
+            let read = |i: u32| block_on(store.get(0, &name(i))).expect("a read");
+            let first = Some(vec![1 + u8::from(is_done); 100]);
+            assert_eq!(read(1), first, "{column}");
+            assert!((2..43).all(|i| read(i).is_some() != is_done), "{column}: {keys:?}");
+            assert!((43..written).all(|i| read(i).is_some()), "{column}: {keys:?}");
         }
         assert_eq!(world.arena.wrong_frees(), 0);
     }
@@ -338,6 +388,42 @@ fn slabs_with_keys_that_stay_are_not_emptied() {
         let left = (0..600).filter(|i| volatile(*i) && there(*i)).count() as u64;
         assert!(cleared.slabs > 3 && left < 300, "{column}: {cleared:?}, {left} left");
         assert_eq!(cleared.keys, count - left, "{column}");
+    }
+}
+
+/// New keys of the same length take each free place of a full pool, but none of a slab that is
+/// being emptied.
+#[test]
+fn slab_is_emptied_beside_writers() {
+    for (column, form, mirror) in COLUMNS {
+        let world = World::new(4096, 64, true, 1);
+        let store = world.create(settings(form, mirror, 21));
+        let mut written = 0;
+        while block_on(store.set(0, &name(written), &[1; 100], SetOptions::default())).is_ok() {
+            written += 1;
+        }
+        while block_on(world.arena.allocate(0, 4096)).is_ok() {}
+        let is_done = std::cell::Cell::new(false);
+        let (cleared, refused) = (std::cell::Cell::default(), std::cell::Cell::new(0));
+        let evict = async {
+            let call = store.evict_slabs(3, Candidates::All, Eviction::Random, None);
+            cleared.set(call.await.expect("an eviction"));
+            is_done.set(true);
+        };
+        let write = async {
+            for i in written.. {
+                if is_done.get() {
+                    break;
+                }
+                let key = name(i);
+                let set = store.set(0, &key, &[1; 100], SetOptions::default());
+                refused.set(refused.get() + u32::from(set.await.is_err()));
+                kv::memory::turn().await;
+            }
+        };
+        kv::memory::run(1, vec![Box::pin(evict), Box::pin(write)]);
+        assert_eq!(cleared.get().slabs, 3, "{column}");
+        assert!(refused.get() > 0, "{column}: no write came in between");
     }
 }
 
