@@ -6,7 +6,7 @@
 
 use std::io::BufReader;
 use std::path::PathBuf;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{Ordering, fence};
 
 use kv::{Expiry, SetOptions};
 use redis_formats::rdb::{Event, Limits, Reader, Value};
@@ -77,11 +77,13 @@ impl<N: Nic> Data<N> {
             };
             if self.store.is_empty(db) && !has_images {
                 self.state.saves.progress.lock().next[usize::from(db)] = None;
-                continue;
+            } else {
+                let (number, keys) = (logical as u64, self.store.len(db));
+                target.send(worker, Part::Database { number, keys }).await?;
+                self.write_database(worker, target, db).await?;
             }
-            let (number, keys) = (logical as u64, self.store.len(db));
-            target.send(worker, Part::Database { number, keys }).await?;
-            self.write_database(worker, target, db).await?;
+            // A flush leaves no key to read, so the look at the flag comes behind the keys.
+            self.check_save()?;
         }
         Ok(())
     }
@@ -90,9 +92,7 @@ impl<N: Nic> Data<N> {
         let saves = &self.state.saves;
         let mut next = Some(0);
         while let Some(from) = next {
-            if saves.is_aborted.load(Ordering::Relaxed) {
-                return Err("saving: a flush or SWAPDB came; save again".to_owned());
-            }
+            self.check_save()?;
             let mut entries = Entries::default();
             let each = |own: kv::Visited<'_>| {
                 let name = (db, own.position, own.key.to_vec());
@@ -110,6 +110,16 @@ impl<N: Nic> Data<N> {
             worker.yield_now().await;
         }
         Ok(())
+    }
+
+    /// Fails if a flush or SWAPDB has come since the begin of the save.
+    fn check_save(&self) -> Result<(), String> {
+        // A save that has seen keys missing sees the flag.
+        fence(Ordering::Acquire);
+        match self.state.saves.is_aborted.load(Ordering::Relaxed) {
+            true => Err("saving: a flush or SWAPDB came; save again".to_owned()),
+            false => Ok(()),
+        }
     }
 
     /// Moves the images of `db` in front of position `end` to `entries`.
@@ -214,6 +224,7 @@ impl<N: Nic> Data<N> {
     pub(super) fn abort_save(&self) {
         if self.state.saves.is_running() {
             self.state.saves.is_aborted.store(true, Ordering::Relaxed);
+            fence(Ordering::Release);
         }
     }
 
@@ -242,4 +253,70 @@ pub(super) fn points(server: &Server) -> Vec<(u64, u64)> {
     let text = server.config.get("save");
     let numbers: Vec<u64> = text.split_whitespace().filter_map(|word| word.parse().ok()).collect();
     numbers.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use pool::Pool;
+
+    use super::*;
+
+    fn data() -> Data {
+        let settings = pool::Settings { chunk_bytes: 64 << 10, ..Default::default() };
+        let pool = Pool::embedded(pool::Settings { donate_bytes: 4 << 20, ..settings }).unwrap();
+        Data::create(pool, heap::Settings::default(), kv::Settings::default()).unwrap()
+    }
+
+    /// The key at the position of the save is not saved yet, and the one in front of it is.
+    #[test]
+    fn images_are_of_the_keys_from_the_position_on() {
+        let data = data();
+        let keep = |key: &[u8]| data.state.keep_image(&data.store, 0, key, Some(b"old"), 7);
+        let count = || data.state.saves.progress.lock().images.len();
+        let taken = |end| {
+            let mut entries = Entries::default();
+            data.take_images(0, end, &mut entries);
+            entries.count()
+        };
+        keep(b"key");
+        assert_eq!(count(), 0, "no save runs");
+        assert!(data.begin_save(1) && !data.begin_save(1));
+        let position = data.store.position(b"key");
+        for (next, kept) in [
+            (Some(position), 1),
+            (Some(position + 1), 0),
+            (Some(position - 1), 1),
+            (Some(0), 1),
+            (None, 0),
+        ] {
+            let mut progress = data.state.saves.progress.lock();
+            progress.images.clear();
+            progress.next[0] = next;
+            drop(progress);
+            keep(b"key");
+            // The first image of a key counts.
+            keep(b"key");
+            assert_eq!(count(), kept, "{next:?}");
+        }
+        data.state.saves.progress.lock().next[0] = Some(0);
+        keep(b"key");
+        data.state.keep_image(&data.store, 1, b"key", None, 0);
+        assert_eq!((taken(Some(position)), count()), (0, 2), "in front of the position");
+        assert_eq!((taken(Some(position + 1)), count()), (1, 1), "another database");
+        data.state.saves.end();
+        assert_eq!(count(), 0);
+    }
+
+    #[test]
+    fn save_sees_a_flush_at_any_time() {
+        let data = data();
+        data.abort_save();
+        assert!(data.begin_save(1));
+        assert_eq!(data.check_save(), Ok(()));
+        data.abort_save();
+        assert!(data.check_save().unwrap_err().contains("a flush or SWAPDB came"));
+        data.state.saves.end();
+        assert!(data.begin_save(1));
+        assert_eq!(data.check_save(), Ok(()));
+    }
 }

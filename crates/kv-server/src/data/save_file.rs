@@ -47,6 +47,12 @@ impl Entries {
         self.lengths.push((key.len(), value.len(), expiry));
     }
 
+    /// Number of keys.
+    #[cfg(test)]
+    pub fn count(&self) -> usize {
+        self.lengths.len()
+    }
+
     fn write(&self, writer: &mut Writer<BufWriter<File>>) -> Result<(), Failure> {
         let mut rest = &self.bytes[..];
         for (key, value, expiry) in &self.lengths {

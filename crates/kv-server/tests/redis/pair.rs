@@ -1,5 +1,7 @@
 //! A redis-server and a server over an embedded pool, with connections to both.
 
+#![allow(dead_code, reason = "each test file uses a part")]
+
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
@@ -268,6 +270,13 @@ impl Pair {
         self.clients[connection][which].as_mut().unwrap().ask(line)
     }
 
+    /// A number of INFO.
+    pub fn field(&mut self, which: usize, name: &str) -> u64 {
+        let info = String::from_utf8(self.ask_one(which, "INFO")).unwrap();
+        let line = info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        line.unwrap().trim().parse().unwrap()
+    }
+
     /// The messages that the second connection of each server got up to now. The connection is
     /// subscribed to `done`.
     pub fn messages(&mut self) -> [Vec<Vec<u8>>; 2] {
@@ -298,6 +307,21 @@ impl Pair {
         let theirs = self.theirs.as_ref().map(|own| own.directory.path());
         for directory in [theirs, Some(self.ours.directory.path())].into_iter().flatten() {
             std::fs::remove_dir_all(directory).unwrap();
+        }
+    }
+
+    /// Takes the name of the files for directories, so that saves fail, or gives the name back.
+    pub fn hold_files(&self, are_held: bool) {
+        let theirs = self.theirs.as_ref().map(|own| own.directory.path());
+        for directory in [theirs, Some(self.ours.directory.path())].into_iter().flatten() {
+            let file = directory.join("dump.rdb");
+            if are_held {
+                // The file of the save before may be there.
+                let _ = std::fs::remove_file(&file);
+                std::fs::create_dir(&file).unwrap();
+            } else {
+                std::fs::remove_dir(&file).unwrap();
+            }
         }
     }
 
