@@ -340,7 +340,7 @@ pub async fn execute_one<K: Keyspace>(context: &mut Context<'_, K>) {
     match check_in_exec(context) {
         Err(denied) => {
             let mut text = Vec::new();
-            denied.text(context.command, &mut text);
+            denied.text_in_exec(&mut text);
             context.error(text);
         }
         Ok(()) => {

@@ -132,4 +132,15 @@ mod tests {
         users.require_password("");
         assert!(users.first_login().is_authenticated);
     }
+
+    #[test]
+    fn renewed_login_is_authenticated_only_if_it_was() {
+        let users = Users::default();
+        let mut known = users.first_login();
+        users.require_password("secret");
+        let mut unknown = users.first_login();
+        users.change(|table| table.set(b"default", ["+get"])).unwrap();
+        assert!(users.renew(&mut known) && known.is_authenticated);
+        assert!(users.renew(&mut unknown) && !unknown.is_authenticated);
+    }
 }

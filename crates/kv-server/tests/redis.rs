@@ -6,7 +6,7 @@
 #[path = "redis/pair.rs"]
 mod pair;
 
-use pair::{Ours, Pair, Theirs};
+use pair::{Ours, Pair};
 
 /// Commands whose replies differ, with the reason.
 const EXCEPTIONS: [(&str, &str); 2] = [
@@ -184,118 +184,116 @@ fn transactions_are_seen_whole_and_watches_lose_no_change() {
     assert_eq!(pair.ask_one(1, "MGET a b w"), expected.as_bytes());
 }
 
-/// The key has expired and is not deleted yet, or the work in the background has deleted it.
+/// A transaction with a command on whole databases runs alone, command after command.
 #[test]
-fn expiry_of_a_watched_key_ends_its_transaction() {
+fn wide_transactions_are_seen_whole() {
+    const ROUNDS: usize = 300;
     let mut pair = Pair::of_ours(Ours::start(None));
     pair.connect("2");
-    for round in 0..20 {
-        pair.ask_one(1, &format!("SET key:{round} value PX 3"));
-        pair.ask_one(1, &format!("WATCH key:{round}"));
-        let begin = std::time::Instant::now();
-        // Not by the key: a command that meets the expired key deletes it.
-        while begin.elapsed().as_millis() < 5 {
-            pair.ask_one(1, "PING");
+    pair.ask_one(1, "MSET a 0 b 0");
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            let mut client = pair.another();
+            scope.spawn(move || {
+                for _ in 0..ROUNDS {
+                    for line in ["MULTI", "INCR a", "DBSIZE", "INCR b"] {
+                        client.ask(line);
+                    }
+                    assert!(client.ask("EXEC").starts_with(b"*3\r\n:"));
+                }
+            });
+            let mut client = pair.another();
+            scope.spawn(move || {
+                for _ in 0..ROUNDS {
+                    let reply = String::from_utf8(client.ask("MGET a b")).unwrap();
+                    let lines: Vec<&str> = reply.lines().collect();
+                    assert_eq!(lines[2], lines[4], "{reply:?}");
+                }
+            });
         }
-        pair.ask_one(1, "MULTI");
-        assert_eq!(pair.ask_one(1, "SET other value"), b"+QUEUED\r\n");
-        assert_eq!(pair.ask_one(1, "EXEC"), b"*-1\r\n", "round {round}");
-    }
+    });
+    let expected = format!("*2\r\n$3\r\n{0}\r\n$3\r\n{0}\r\n", 2 * ROUNDS);
+    assert_eq!(pair.ask_one(1, "MGET a b"), expected.as_bytes());
 }
 
-/// A key that expires is deleted in the background, and an event tells that.
+/// Rights that a user loses between MULTI and EXEC.
 #[test]
-fn expired_key_is_deleted_and_told() {
-    let mut pair = Pair::of_ours(Ours::start(None));
-    pair.connect("2");
-    pair.ask_one(1, "CONFIG SET notify-keyspace-events Ex");
-    pair.ask_one(1, "@2 SUBSCRIBE __keyevent@0__:expired");
-    for key in 0..1000 {
-        pair.ask_one(1, &format!("SET key:{key} v PX 1"));
-    }
-    let mut keys: Vec<Vec<u8>> = (0..1000).map(|_| pair.message()).collect();
-    keys.sort();
-    keys.dedup();
-    assert_eq!(keys.len(), 1000);
-    assert_eq!(pair.ask_one(1, "DBSIZE"), b":0\r\n");
-}
-
-/// Redis deletes expired keys that KEYS, SCAN and RANDOMKEY meet.
-#[test]
-fn expired_key_is_not_counted_behind_a_scan() {
-    let mut pair = Pair::of_ours(Ours::start(None));
-    pair.connect("2");
-    for scan in ["KEYS *", "SCAN 0", "RANDOMKEY"] {
-        for key in 0..20 {
-            pair.ask_one(1, &format!("SET key:{key} v PX 1"));
-        }
-        std::thread::sleep(std::time::Duration::from_millis(2));
-        pair.ask_one(1, scan);
-        assert_eq!(pair.ask_one(1, "DBSIZE"), b":0\r\n", "{scan}");
-    }
-}
-
-/// What meets a key with an expiry in the past, behind `SET k v PXAT 2`. Nothing expired is left.
-const EXPIRED: [&str; 34] = [
-    "GET k",
-    "SET k w",
-    "SET k w NX",
-    "SET k w XX",
-    "SET k w GET",
-    "SET k w PXAT 2\nGET k",
-    "SETEX k 10 w",
-    "SETNX k w",
-    "GETSET k w",
-    "GETDEL k",
-    "APPEND k w",
-    "INCR k",
-    "SETBIT k 0 1",
-    "DEL k",
-    "DEL k a",
-    "MGET k a",
-    "MSET k 1 b 2",
-    "MSETNX k 1 b 2",
-    "RENAME k b",
-    "SET a 1\nRENAME a k",
-    "SET a 1\nCOPY a k",
-    "MOVE k 1",
-    "BITOP NOT d k",
-    "SET a 1\nBITOP NOT k a",
-    "EXPIRE k 100",
-    "PERSIST k",
-    "OBJECT ENCODING k",
-    "RESTORE k 0 \"\\x00\\xc0{\\n\\x00H\\xe2S\\xe1\\x00zg\\xb9\"",
-    "RESTORE b 2 \"\\x00\\xc0{\\n\\x00H\\xe2S\\xe1\\x00zg\\xb9\" ABSTTL\nGET b\nGET k",
-    "MULTI\nSET k w\nEXEC",
-    "MULTI\nGET k\nEXEC",
-    "MULTI\nDEL k\nEXEC",
-    "MULTI\nSET b v PXAT 2\nGET b\nSET c v PXAT 2\nSET c w\nGET k\nEXEC",
-    "SET b v\nPEXPIREAT b 1\nGETEX c PXAT 1\nSET d v\nGETEX d PXAT 1\nGET k",
-];
-
-#[test]
-fn expired_keys_are_counted_as_redis_does() {
+fn command_without_a_right_changes_nothing_in_exec() {
     let Some(mut pair) = Pair::start() else { return };
     pair.connect("2");
-    let count = |pair: &mut Pair, which| {
-        let info = String::from_utf8(pair.ask_one(which, "INFO stats")).unwrap();
-        let line = info.lines().find_map(|line| line.strip_prefix("expired_keys:"));
-        line.unwrap().trim().parse::<u64>().unwrap()
-    };
-    let mut wrong = Vec::new();
-    for lines in EXPIRED {
-        pair.ask("FLUSHALL");
-        pair.ask("CONFIG RESETSTAT");
-        for line in std::iter::once("SET k v PXAT 2").chain(lines.lines()) {
-            let [theirs, ours] = pair.ask(line);
-            assert_eq!(theirs, ours, "{line} of {lines}");
-        }
-        let counts = [0, 1].map(|which| count(&mut pair, which));
-        if counts[0] != counts[1] {
-            wrong.push((lines, counts));
-        }
+    for line in [
+        "ACL SETUSER bob on >pw ~* +@all",
+        "@2 AUTH bob pw",
+        "@2 MULTI",
+        "@2 SET a 1",
+        "@2 SELECT 1",
+        "@2 SET b 1",
+        "@2 INCR c",
+        "ACL SETUSER bob -set -select",
+        "@2 EXEC",
+        "MGET a b c",
+        "SELECT 1",
+        "MGET a b c",
+        "SELECT 0",
+        // With a command on whole databases.
+        "ACL SETUSER bob +set +select",
+        "@2 MULTI",
+        "@2 SET a 1",
+        "@2 DBSIZE",
+        "@2 SELECT 1",
+        "@2 INCR c",
+        "ACL SETUSER bob -set -select",
+        "@2 EXEC",
+        "MGET a b c",
+        "SELECT 1",
+        "DBSIZE",
+        "SELECT 0",
+        "@2 MULTI",
+        "@2 INCR c",
+        "@2 PUBLISH a b",
+        "ACL SETUSER bob resetkeys resetchannels",
+        "@2 EXEC",
+        "@2 INCR c",
+        "DBSIZE",
+        "ACL DELUSER bob",
+    ] {
+        let [theirs, ours] = pair.ask(line).map(|own| String::from_utf8(own).unwrap());
+        assert_eq!(theirs, ours, "{line}");
     }
-    assert!(wrong.is_empty(), "redis and ours: {wrong:?}");
+}
+
+/// A value of exactly `proto-max-bulk-len` is the longest one.
+#[test]
+fn lengths_end_at_the_limit_of_the_configuration() {
+    let Some(mut pair) = Pair::start() else { return };
+    pair.connect("2");
+    let mib = 1 << 20;
+    let long = "x".repeat(mib - 1);
+    for line in [
+        "CONFIG SET proto-max-bulk-len 1048576",
+        "SETBIT k 8388607 1",
+        "SETBIT k 8388608 1",
+        "GETBIT k 8388607",
+        "GETBIT k 8388608",
+        "BITFIELD k SET u8 8388600 1",
+        "BITFIELD k SET u8 8388601 1",
+        "BITFIELD k SET u1 8388608 1",
+        "STRLEN k",
+        "DEL k",
+        "SETRANGE k 1048575 x",
+        "SETRANGE k 1048576 x",
+        "STRLEN k",
+        "APPEND k x",
+        &format!("SET k {long}"),
+        "APPEND k x",
+        "APPEND k x",
+        &format!("SET k {long}x"),
+        "STRLEN k",
+        "CONFIG SET proto-max-bulk-len 536870912",
+    ] {
+        let [theirs, ours] = pair.ask(line).map(|own| String::from_utf8(own).unwrap());
+        assert_eq!(theirs, ours, "{}", &line[..line.len().min(60)]);
+    }
 }
 
 /// CLIENT NO-TOUCH is of Redis 7.2, which the redis-server of this test need not be.
@@ -325,24 +323,6 @@ fn reads_without_touch_are_no_uses() {
     client.ask("CLIENT NO-TOUCH OFF");
     client.ask("GET b");
     assert!(!is_idle(&mut pair, "b"));
-}
-
-#[test]
-fn paused_server_keeps_expired_keys_and_does_not_show_them() {
-    let mut pair = Pair::of_ours(Ours::start(None));
-    pair.connect("2");
-    for line in ["MULTI", "SET key v PX 500", "CLIENT PAUSE 60000 WRITE", "EXEC"] {
-        pair.ask_one(1, line);
-    }
-    // The work in the background has an interval of 100 ms.
-    std::thread::sleep(std::time::Duration::from_millis(750));
-    assert_eq!(pair.ask_one(1, "GET key"), b"$-1\r\n");
-    assert_eq!(pair.ask_one(1, "KEYS *"), b"*0\r\n");
-    assert_eq!(pair.ask_one(1, "DBSIZE"), b":1\r\n");
-    pair.ask_one(1, "CLIENT UNPAUSE");
-    assert_eq!(pair.ask_one(1, "GET key"), b"$-1\r\n");
-    assert_eq!(pair.ask_one(1, "DBSIZE"), b":0\r\n");
-    assert!(String::from_utf8_lossy(&pair.ask_one(1, "INFO stats")).contains("expired_keys:1\r\n"));
 }
 
 #[test]
@@ -383,18 +363,6 @@ fn keys_are_evicted_up_to_the_limit() {
     assert!((900..1500).contains(&refused), "{refused}");
 }
 
-/// Keys of all forms that a file can have.
-const FILL: &str = "SET a 1\nSET b 70000\nSET c -5\nSET d 123456789012\nSET e \"\"\nSET \"\\x00k\" \
-    \"v\\x00\"\nSET f x EXAT 32503680000\nSETRANGE g 5000 x\nSETRANGE h 300000 y\nSELECT 9\nSET a \
-    in9\nSELECT 0";
-
-/// A number of INFO.
-fn field(pair: &mut Pair, name: &str) -> u64 {
-    let info = String::from_utf8(pair.ask_one(1, "INFO")).unwrap();
-    let line = info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-    line.unwrap().trim().parse().unwrap()
-}
-
 /// A full pool has chunks of the old length only: blocks move together for values of a new length.
 #[test]
 fn values_of_new_lengths_evict_few_keys_of_a_full_pool() {
@@ -410,10 +378,10 @@ fn values_of_new_lengths_evict_few_keys_of_a_full_pool() {
                 pair.ask_one(1, &format!("DEL {round}:{}", key / 2));
             }
         }
-        let used = field(&mut pair, "used_memory") * 100 / field(&mut pair, "used_memory_rss");
+        let used = pair.field(1, "used_memory") * 100 / pair.field(1, "used_memory_rss");
         assert!(used > 65, "{used} % of the chunks are used after values of {} B", value.len());
     }
-    assert!(field(&mut pair, "evicted_keys") > 1000);
+    assert!(pair.field(1, "evicted_keys") > 1000);
 }
 
 /// A value of another length in a full pool costs whole chunks: as many as the value needs.
@@ -429,13 +397,13 @@ fn value_evicts_as_much_as_it_needs() {
         }
         let (mut keys, mut moved) = (Vec::new(), Vec::new());
         for bytes in [10, 50_000, 200_000, 200_000, 1_000_000] {
-            let before = field(&mut pair, "evicted_keys");
-            let moves = field(&mut pair, "store_blocks_moved");
+            let before = pair.field(1, "evicted_keys");
+            let moves = pair.field(1, "store_blocks_moved");
             let long = "y".repeat(bytes);
             let reply = pair.ask_one(1, &format!("SET long:{bytes} {long} EX 1000"));
             assert_eq!(reply, b"+OK\r\n", "{policy}: {bytes}");
-            keys.push((bytes, field(&mut pair, "evicted_keys") - before));
-            moved.push(field(&mut pair, "store_blocks_moved") - moves);
+            keys.push((bytes, pair.field(1, "evicted_keys") - before));
+            moved.push(pair.field(1, "store_blocks_moved") - moves);
         }
         // 56 keys have a chunk. A short value first looks for a place among single keys.
         for (bytes, keys) in &keys {
@@ -444,18 +412,6 @@ fn value_evicts_as_much_as_it_needs() {
         }
         assert_eq!(moved, [0; 5], "{policy}: {keys:?}");
     }
-}
-
-fn dump(pair: &mut Pair, which: usize) -> Vec<Vec<u8>> {
-    let mut all = Vec::new();
-    for line in
-        "SELECT 0\nGET a\nGET b\nGET c\nGET d\nGET e\nGET \"\\x00k\"\nGET f\nPEXPIRETIME f\n\
-         GET g\nGET h\nDBSIZE\nSELECT 9\nGET a\nDBSIZE\nSELECT 0"
-            .lines()
-    {
-        all.push(pair.ask_one(which, line));
-    }
-    all
 }
 
 /// CONFIG SET is the last command: the work in the background evicts.
@@ -469,46 +425,6 @@ fn evicted_key_is_told_to_subscribers() {
     pair.ask_one(1, "CONFIG SET maxmemory 1");
     let message = String::from_utf8(pair.message()).unwrap();
     assert!(message.ends_with("\r\n__keyevent@0__:evicted\r\n$3\r\nkey\r\n"), "{message}");
-}
-
-#[test]
-fn redis_loads_our_file_and_we_load_that_of_redis() {
-    let Some(mut pair) = Pair::start() else { return };
-    pair.connect("2");
-    FILL.lines().for_each(|line| drop(pair.ask(line)));
-    let expected = dump(&mut pair, 0);
-    assert_eq!(dump(&mut pair, 1), expected);
-    assert_eq!(pair.ask("SAVE"), [b"+OK\r\n"; 2]);
-    let [theirs, ours] = pair.files();
-    let checked = std::process::Command::new("redis-check-rdb").arg(&ours).output().unwrap();
-    assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stdout));
-    drop(pair);
-    let mut pair = Pair::of(Theirs::start(Some(&ours)).unwrap(), Ours::start(Some(&theirs)));
-    pair.connect_without_flush("2");
-    assert_eq!(dump(&mut pair, 0), expected, "redis with our file");
-    assert_eq!(dump(&mut pair, 1), expected, "ours with the file of redis");
-}
-
-#[test]
-fn file_with_other_types_is_loaded_without_these() {
-    let Some(mut pair) = Pair::start() else { return };
-    pair.connect("2");
-    for line in ["SET a 1", "RPUSH l 1 2", "HSET h f v", "SELECT 3", "ZADD z 1 m", "SET b 2"] {
-        pair.ask_one(0, line);
-    }
-    assert_eq!(pair.ask("SAVE"), [b"+OK\r\n"; 2]);
-    let file = pair.files()[0].clone();
-    drop(pair);
-    let ours = Ours::start_with(64 << 20, Some(&file), ("rdb-skip-unknown", "yes"));
-    let mut pair = Pair::of_ours(ours);
-    pair.connect_without_flush("2");
-    assert_eq!(pair.ask_one(1, "GET a"), b"$1\r\n1\r\n");
-    assert_eq!(pair.ask_one(1, "DBSIZE"), b":1\r\n");
-    pair.ask_one(1, "SELECT 3");
-    assert_eq!(pair.ask_one(1, "GET b"), b"$1\r\n2\r\n");
-    let info = String::from_utf8(pair.ask_one(1, "INFO persistence")).unwrap();
-    assert!(info.contains("rdb_last_load_keys_skipped:3\r\n"), "{info}");
-    assert!(info.contains("rdb_last_load_keys_loaded:2\r\n"), "{info}");
 }
 
 #[test]
@@ -535,80 +451,4 @@ fn values_are_cached_within_the_parameter_cache() {
     assert_eq!(ask("CONFIG SET cache 0"), "+OK\r\n");
     assert_eq!(ask("GET key"), "$5\r\nother\r\n");
     assert!(ask("INFO pool").contains("cache_bytes:0\r\ncache_values:0\r\n"));
-}
-
-/// The parameter `stop-writes-on-bgsave-error`.
-#[test]
-fn failed_save_stops_writes_as_in_redis() {
-    let Some(mut pair) = Pair::start() else { return };
-    pair.connect("2");
-    pair.ask("SET a 1");
-    pair.remove_directories();
-    for which in [0, 1] {
-        pair.ask_one(which, "BGSAVE");
-        let is_failed = |pair: &mut Pair| {
-            let info = pair.ask_one(which, "INFO persistence");
-            String::from_utf8_lossy(&info).contains("rdb_last_bgsave_status:err")
-        };
-        while !is_failed(&mut pair) {}
-    }
-    // Without points for saving, the parameter has no effect.
-    for line in [
-        "SET a 2",
-        "CONFIG SET save \"3600 1000000\"",
-        "SET a 3",
-        "DEL a",
-        "GET a",
-        "PING",
-        "MULTI",
-        "SET a 4",
-        "EXEC",
-        "MULTI",
-        "GET a",
-        "EXEC",
-        "PUBLISH c m",
-        "EXPIRE a 10",
-        "CONFIG SET stop-writes-on-bgsave-error no",
-        "SET a 5",
-        "PING",
-        "CONFIG SET stop-writes-on-bgsave-error yes",
-        "INCR a",
-        "CONFIG SET save \"\"",
-        "INCR a",
-    ] {
-        let [theirs, ours] = pair.ask(line).map(|own| String::from_utf8(own).unwrap());
-        assert_eq!(theirs, ours, "{line}");
-    }
-}
-
-#[test]
-fn save_in_the_background_has_the_data_of_its_begin() {
-    let ours = Ours::start(None);
-    let mut pair = Pair::of_ours(ours);
-    pair.connect("2");
-    let value = "x".repeat(100);
-    for key in 0..20_000 {
-        pair.ask_one(1, &format!("SET key:{key} {value}{key}"));
-    }
-    assert_eq!(pair.ask_one(1, "BGSAVE"), b"+Background saving started\r\n");
-    for key in 0..3000 {
-        pair.ask_one(1, &format!("SET key:{} later", key * 6));
-        pair.ask_one(1, &format!("DEL key:{}", key * 6 + 1));
-        pair.ask_one(1, &format!("SET new:{key} later"));
-        pair.ask_one(1, &format!("RENAME key:{} old:{key}", key * 6 + 2));
-    }
-    while !String::from_utf8_lossy(&pair.ask_one(1, "INFO persistence"))
-        .contains("rdb_bgsave_in_progress:0")
-    {}
-    let file = pair.files()[1].clone();
-    drop(pair);
-    let mut pair = Pair::of_ours(Ours::start(Some(&file)));
-    pair.connect_without_flush("2");
-    assert_eq!(pair.ask_one(1, "DBSIZE"), b":20000\r\n");
-    for key in 0..20_000 {
-        let expected = format!("{value}{key}");
-        let expected = format!("${}\r\n{expected}\r\n", expected.len());
-        let found = pair.ask_one(1, &format!("GET key:{key}"));
-        assert_eq!(found, expected.as_bytes(), "key:{key}");
-    }
 }

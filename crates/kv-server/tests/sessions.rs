@@ -50,6 +50,22 @@ fn rights_of_users_are_checked_and_refusals_logged() {
     assert!(admin.ask("acl genpass 5").len() == 2);
 }
 
+/// A change of the users renews the login of each connection, and proves no identity.
+#[test]
+fn change_of_the_users_lets_no_connection_in() {
+    let server = start(&[("requirepass", "secret")]);
+    let (mut admin, mut other) = (server.connect(), server.connect());
+    assert_eq!(admin.ask("auth secret"), "OK");
+    let refused = "-NOAUTH Authentication required.";
+    assert_eq!(other.ask("get a"), refused);
+    for change in ["acl setuser bob on", "acl setuser default +@all", "config set requirepass new"]
+    {
+        assert_eq!(admin.ask(change), "OK");
+        assert_eq!(other.ask("get a"), refused, "{change}");
+    }
+    assert_eq!(admin.ask("get a"), "nil");
+}
+
 #[test]
 fn transaction_is_queued_and_executed_or_discarded() {
     let server = start(&[]);

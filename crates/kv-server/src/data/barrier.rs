@@ -147,8 +147,10 @@ mod tests {
         assert!(late.as_mut().poll(&mut Context::from_waker(&bell.clone().into())).is_pending());
         assert_eq!(bell.0.load(Ordering::SeqCst), 0, "a task that waits does not wake itself");
         drop(one);
-        assert!(!is_ready(alone.as_mut()));
+        let last = Arc::new(Bell::default());
+        assert!(alone.as_mut().poll(&mut Context::from_waker(&last.clone().into())).is_pending());
         drop(two);
+        assert_eq!(last.0.load(Ordering::SeqCst), 1, "the last other command wakes the task");
         let mut cx = Context::from_waker(Waker::noop());
         let Poll::Ready(alone) = alone.as_mut().poll(&mut cx) else {
             panic!("no command runs any more");
@@ -156,6 +158,7 @@ mod tests {
         assert!(!is_ready(pin!(barrier.enter(3))));
         assert!(!is_ready(pin!(barrier.close())));
         drop(alone);
+        assert_eq!(bell.0.load(Ordering::SeqCst), 1, "the end wakes the task");
         assert!(is_ready(pin!(barrier.enter(3))));
     }
 }

@@ -12,7 +12,7 @@ use verbs::Nic;
 use super::Data;
 use super::call::{Call, Cell, Cells, Change, Effects, Output, perform};
 use super::plan::{KeyAt, Plan, cells_of, keys, plan};
-use super::run::{call_of, publish, room, take_expired, text_of};
+use super::run::{call_of, meets_expired, publish, room, take_expired, text_of};
 use super::upkeep::Attempts;
 use crate::context::{Args, Context};
 use crate::dispatch::{execute_one, is_allowed};
@@ -213,8 +213,10 @@ pub(super) async fn execute_queue<N: Nic>(cx: &mut Context<'_, Data<N>>, queue: 
     for (queued, step) in queue.commands.iter().zip(steps) {
         if let Some(step) = step {
             cx.session.is_closing |= step.effects.has_panicked;
-            for (db, key) in step.expired.iter().map(|number| named[*number]) {
-                data.note_expired(cx.worker, db, key);
+            if meets_expired(&step.call) {
+                for (db, key) in step.expired.iter().map(|number| named[*number]) {
+                    data.note_expired(cx.worker, db, key);
+                }
             }
             publish(cx, &step.call, &step.effects, &step.keys);
             let (db, key) = (data.state.physical(step.call.db), step.call.args.get(1));

@@ -76,6 +76,13 @@ fn counts_as_use<N: Nic>(cx: &Context<'_, Data<N>>, id: Id) -> bool {
     }
 }
 
+/// Returns whether a command that finds its key expired counts that. RESTORE with REPLACE deletes
+/// the key without a look at its expiry, as in Redis.
+pub(super) fn meets_expired(call: &Call<'_>) -> bool {
+    let replaces = || (4..call.args.count()).any(|at| call.args.is(at, "replace"));
+    call.command.id != Id::Restore || !replaces()
+}
+
 /// Executes a command on data.
 pub(super) async fn execute<N: Nic>(cx: &mut Context<'_, Data<N>>) {
     if let Some(reply) = cx.session.prepared.take() {
@@ -221,7 +228,7 @@ async fn run_one<N: Nic>(
             };
             data.store.alter(db, key, change).await?
         };
-        if ends_expired {
+        if ends_expired && meets_expired(call) {
             data.note_expired(cx.worker, db, key);
         }
         data.set_worth(db, key, effects).await?;
@@ -238,7 +245,14 @@ async fn run_one<N: Nic>(
         let expiry = data.store.expiry(db, key).await?;
         execute(expiry.map(|_| &[][..]), expiry.unwrap_or(0));
     }
-    data.drop_expired(cx.worker, db, key, is_missing).await
+    if meets_expired(call) {
+        return data.drop_expired(cx.worker, db, key, is_missing).await;
+    }
+    // RESTORE deletes the old key, also if the new one has expired.
+    if is_missing && cx.out.get(begin) != Some(&b'-') {
+        data.delete_expired(db, key).await?;
+    }
+    Ok(())
 }
 
 /// Executes `call` on several keys, all or nothing.

@@ -11,6 +11,9 @@ use super::Store;
 use super::barrier::Barrier;
 use crate::keyspace::DATABASES;
 
+/// After a failed save, seconds until the next attempt.
+const RETRY_S: u64 = 5;
+
 /// A key as a save must write it: value and expiry, or nothing.
 type Image = Option<(Vec<u8>, u64)>;
 
@@ -64,6 +67,17 @@ impl Saves {
 
     pub fn is_running(&self) -> bool {
         self.is_running.load(Ordering::SeqCst)
+    }
+
+    /// True if BGSAVE SCHEDULE has asked for a save, or if one of `points` is reached: pairs of
+    /// seconds since the last save and changes. After a failure 5 s pass before the next attempt.
+    pub fn are_due(&self, points: &[(u64, u64)], changes: u64, now_s: u64) -> bool {
+        if self.is_asked.load(Ordering::Relaxed) {
+            return true;
+        }
+        let since = |time: &AtomicU64| now_s.saturating_sub(time.load(Ordering::Relaxed));
+        let may = since(&self.tried_s) > RETRY_S || !self.has_failed.load(Ordering::Relaxed);
+        may && points.iter().any(|(s, least)| since(&self.last_s) > *s && changes >= *least)
     }
 }
 
@@ -191,5 +205,27 @@ impl State {
             let image = || value.map(|value| (value.to_vec(), expiry));
             progress.images.entry((db, position, key.to_vec())).or_insert_with(image);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failed_save_is_tried_again_after_a_pause() {
+        let saves = Saves::default();
+        saves.last_s.store(1000, Ordering::Relaxed);
+        saves.tried_s.store(1000, Ordering::Relaxed);
+        let points = [(60, 10), (2, 100)];
+        let is_due = |changes, now_s| saves.are_due(&points, changes, now_s);
+        assert!(!is_due(9, 2000) && !is_due(10, 1060) && is_due(10, 1061));
+        assert!(!is_due(100, 1002) && is_due(100, 1003) && !is_due(99, 1003));
+        saves.has_failed.store(true, Ordering::Relaxed);
+        saves.tried_s.store(1003, Ordering::Relaxed);
+        assert!(!is_due(100, 1004) && !is_due(100, 1008) && is_due(100, 1009));
+        // BGSAVE SCHEDULE waits for the running save only.
+        saves.is_asked.store(true, Ordering::Relaxed);
+        assert!(is_due(0, 1004));
     }
 }

@@ -222,15 +222,20 @@ impl<N: Nic> Data<N> {
         if !is_missing || !is_due() || self.keeps_expired(worker) {
             return Ok(());
         }
+        if self.delete_expired(db, key).await? {
+            self.note_expired(worker, db, key);
+        }
+        Ok(())
+    }
+
+    /// Deletes a key if it has expired. Returns whether it has.
+    pub(super) async fn delete_expired(&self, db: u8, key: &[u8]) -> Result<bool, kv::Error> {
         let change = |expiry: Option<u64>| match expiry {
             // The store deletes an expired key that is to be deleted, and tells of none.
             None => kv::Update::Delete,
             Some(_) => kv::Update::Keep,
         };
-        if self.store.alter(db, key, change).await? {
-            self.note_expired(worker, db, key);
-        }
-        Ok(())
+        self.store.alter(db, key, change).await
     }
 
     /// Deletes expired keys.
@@ -366,18 +371,8 @@ impl<N: Nic> Data<N> {
     }
 
     fn is_save_due(&self, worker: &Worker) -> bool {
-        let saves = &self.state.saves;
-        if saves.is_asked.load(Ordering::Relaxed) {
-            return true;
-        }
-        /// After a failure, seconds until the next attempt.
-        const RETRY_S: u64 = 5;
-        let now_s = worker.now_ms() / 1000;
-        let since_s = now_s.saturating_sub(saves.last_s.load(Ordering::Relaxed));
-        let tried_s = now_s.saturating_sub(saves.tried_s.load(Ordering::Relaxed));
-        let changes = self.state.changes.load(Ordering::Relaxed);
-        let may = tried_s > RETRY_S || !saves.has_failed.load(Ordering::Relaxed);
-        may && points(&worker.server).iter().any(|(s, least)| since_s > *s && changes >= *least)
+        let (now_s, changes) = (worker.now_ms() / 1000, self.state.changes.load(Ordering::Relaxed));
+        self.state.saves.are_due(&points(&worker.server), changes, now_s)
     }
 
     /// Has the first thread carry out a save that has begun.

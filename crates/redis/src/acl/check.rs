@@ -104,6 +104,20 @@ impl Denied {
         }
     }
 
+    /// Appends the text of the error reply to a queued command whose right was lost before EXEC.
+    pub fn text_in_exec(&self, out: &mut Vec<u8>) {
+        out.extend(
+            b"NOPERM ACLs rules changed between the moment the transaction was accumulated and \
+              the EXEC call. This command is no longer allowed for the following reason: no \
+              permission to ",
+        );
+        out.extend(match self {
+            Self::Command => &b"execute the command or subcommand"[..],
+            Self::Key(_) => b"touch the specified keys",
+            Self::Channel(_) => b"access one of the channels used as arguments to the command",
+        });
+    }
+
     /// Appends the reply of ACL DRYRUN to `out`.
     pub fn dry_run_text<A: Arguments + ?Sized>(
         &self,
