@@ -256,7 +256,7 @@ impl<N: Nic> Client<N> {
         let slot = self.queue.slot().await;
         let at = slot.slot().as_usize() * ANSWER;
         let to = self.answers.sge(at, ANSWER as u32);
-        self.queue.ask(attempt, &entry.to_be_bytes(), &[to]).await?;
+        self.queue.ask(attempt, &slot, &entry.to_be_bytes(), &[to]).await?;
         let mut answer = [0; ANSWER];
         self.answers.memory().read(at, &mut answer);
         Ok(answer)
