@@ -33,6 +33,7 @@ mod resource;
 mod state;
 mod time;
 mod timing;
+mod waits;
 mod world;
 
 pub use clock::Clock;
@@ -46,4 +47,5 @@ pub use qp::Observed;
 pub use random::Random;
 pub use state::{Counters, VerbStall};
 pub use time::Time;
+pub use waits::Waits;
 pub use world::Sim;

@@ -62,6 +62,14 @@ impl SimHooks {
         fiber::charge(time);
     }
 
+    /// Returns how long a core of the memory node waits until it can hold the lock of all cores for
+    /// `length`. The time of the requests contains `length` itself.
+    fn wait_for_lock(&self, length: Time) -> Time {
+        let at = SimHooks::now(self);
+        let lock = &mut self.shared.state.lock().core_locks[usize::from(self.node.0)];
+        lock.serve(at, length).since(at + length)
+    }
+
     /// Returns the time that the clock of the program's node shows.
     pub fn local_now(&self) -> Time {
         let state = self.shared.state.lock();
@@ -199,6 +207,7 @@ impl Hooks for SimHooks {
         if self.weak {
             let requests = all.iter().filter(|c| c.kind == CompletionKind::Receive).count();
             cost += Time(self.params.node_cpu.request.0 * requests as u64);
+            cost += self.wait_for_lock(Time(self.params.node_cpu.lock.0 * requests as u64));
             let windows = all.iter().filter(|c| c.opcode == WcOpcode::Bind).count();
             cost += Time(self.params.node_cpu.window.0 * windows as u64);
         }

@@ -114,6 +114,7 @@ pub struct CpuParams {
 pub struct NodeCpuParams {
     pub wakeup: Time,
     pub request: Time,
+    pub lock: Time,
     pub window: Time,
     pub alloc_window: Time,
     pub modify_qp: Time,
@@ -161,6 +162,24 @@ impl Params {
                 entries.push((name, entry));
             }
         }
+        Self::from_entries(name, entries)
+    }
+
+    /// Returns these parameters with another value of one, for experiments on the model.
+    pub fn with(&self, name: &str, value: f64) -> Result<Self, Error> {
+        let bad = |why: &str| Error::Params { why: format!("{name} is {why}") };
+        let mut entries = self.entries.clone();
+        let found = entries.iter_mut().find(|(other, _)| other == name);
+        let (_, entry) = found.ok_or_else(|| bad("not a parameter of the model"))?;
+        if !value.is_finite() || value < 0.0 {
+            return Err(bad(&format!("{value}; it must be at least 0")));
+        }
+        *entry = Entry { value, source: "set by a program".into(), fitted: Vec::new() };
+        Self::from_entries(self.name.clone(), entries)
+    }
+
+    fn from_entries(name: String, entries: Vec<(String, Entry)>) -> Result<Self, Error> {
+        let bad = |why: String| Error::Params { why };
         let mut unused: Vec<String> = entries.iter().map(|(name, _)| name.clone()).collect();
         let mut get = |name: &str| {
             unused.retain(|n| n != name);
@@ -200,6 +219,7 @@ impl Params {
             node_cpu: NodeCpuParams {
                 wakeup: Time::ns(get("node_cpu.wakeup")?),
                 request: Time::ns(get("node_cpu.request")?),
+                lock: Time::ns(get("node_cpu.lock")?),
                 window: Time::ns(get("node_cpu.window")?),
                 alloc_window: Time::ns(get("node_cpu.alloc_window")?),
                 modify_qp: Time::ns(get("node_cpu.modify_qp")?),
@@ -248,6 +268,20 @@ mod tests {
         assert!(params.entries().iter().all(|(_, e)| e.source.len() > 10));
         assert!(Params::connectx6().fitted().any(|c| c == "finemem.rkey.added"));
         assert!(Params::patronus().fitted().any(|c| c == "patronus.reacquire.rate"));
+    }
+
+    #[test]
+    fn one_parameter_is_changed_and_the_others_stay() {
+        let params = Params::connectx5();
+        let changed = params.with("nic.atomic", 20.0).expect("a parameter");
+        assert_eq!(changed.nic.atomic, Time(20_000));
+        assert_eq!(changed.nic.wqe, params.nic.wqe);
+        let claim = "offload.read.overhead.96qp";
+        let slowdown = params.with("nic.chain_slowdown", 0.0).expect("a parameter");
+        assert!(!slowdown.fitted().any(|c| c == claim), "the value is not the fitted one");
+        for (name, value) in [("nic.magic", 1.0), ("nic.wqe", -1.0), ("link.rate", 0.0)] {
+            assert!(params.with(name, value).is_err(), "{name} = {value}");
+        }
     }
 
     #[test]

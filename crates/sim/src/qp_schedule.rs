@@ -310,7 +310,7 @@ impl State {
         }
         let far = self.node_of(next.peer);
         let mut completed = std::mem::take(&mut self.completed);
-        // The target word of an atomic determines the lock for which it waits at the responder.
+        // The target word of an atomic determines the lock for which it waits.
         let addr = match next.kind {
             NextKind::Atomic if params.nic.atomic_same != Time::ZERO => {
                 nic.with_engine(|e| e.next_target(qpn)).map_or(0, |aim| aim.addr)
@@ -383,7 +383,7 @@ impl State {
             let reply = Reply { stage, kind, from: far, to: node, late, counts: None, continues };
             answer = Some((reply, begin));
         } else if arrived && next.peer != Qpn::NONE {
-            received = self.nodes[node.0 as usize].loopback(&params, &next, now);
+            received = self.nodes[node.0 as usize].loopback(&params, &next, addr, now);
         }
         for (cqn, count) in completed.drain(..) {
             let count = count & NUMBER;

@@ -1,35 +1,36 @@
 //! Resources with queues: units that serve one request at a time, and pipes.
 
 use crate::time::Time;
+use crate::waits::Waits;
 
 /// Units that serve requests in order of arrival.
 #[derive(Clone, Debug)]
 pub struct Servers {
     /// Time at which each unit is free again.
     free: Vec<Time>,
-    /// Total working time.
-    busy: Time,
+    waits: Waits,
 }
 
 impl Servers {
     /// Creates `count` units.
     pub fn new(count: usize) -> Self {
-        Self { free: vec![Time::ZERO; count.max(1)], busy: Time::ZERO }
+        Self { free: vec![Time::ZERO; count.max(1)], waits: Waits::default() }
     }
 
     /// Serves a request that arrives at `at` and takes `length`, on the unit that is free first;
     /// returns the end.
     pub fn serve(&mut self, at: Time, length: Time) -> Time {
         let free = self.free.iter_mut().min().expect("at least one");
-        let end = at.max(*free) + length;
+        let begin = at.max(*free);
+        let end = begin + length;
         *free = end;
-        self.busy += length;
+        self.waits.add(begin.since(at), length);
         end
     }
 
-    /// Returns the total working time of all units.
-    pub fn busy(&self) -> Time {
-        self.busy
+    /// Returns the waits of the requests.
+    pub fn waits(&self) -> &Waits {
+        &self.waits
     }
 }
 
@@ -39,12 +40,18 @@ pub struct Pipe {
     ps_per_byte: f64,
     free: Time,
     bytes: u64,
+    waits: Waits,
 }
 
 impl Pipe {
     /// Creates a pipe with a rate in bytes per nanosecond (GB/s).
     pub fn new(bytes_per_ns: f64) -> Self {
-        Self { ps_per_byte: 1e3 / bytes_per_ns, free: Time::ZERO, bytes: 0 }
+        Self {
+            ps_per_byte: 1e3 / bytes_per_ns,
+            free: Time::ZERO,
+            bytes: 0,
+            waits: Waits::default(),
+        }
     }
 
     /// Returns the transfer time of `bytes`.
@@ -61,6 +68,7 @@ impl Pipe {
         let end = last.max(begin + self.length(bytes));
         self.free = end;
         self.bytes += bytes;
+        self.waits.add(begin.since(from), end.since(begin));
         (begin, end)
     }
 
@@ -73,6 +81,11 @@ impl Pipe {
     /// Returns the number of bytes that passed.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Returns the waits of the transfers.
+    pub fn waits(&self) -> &Waits {
+        &self.waits
     }
 }
 
@@ -88,7 +101,8 @@ mod tests {
         assert_eq!(units.serve(at, length), Time(110));
         assert_eq!(units.serve(at, length), Time(210));
         assert_eq!(units.serve(Time(500), length), Time(600), "an idle unit begins at once");
-        assert_eq!(units.busy(), Time(400));
+        assert_eq!(units.waits().busy(), Time(400));
+        assert_eq!(units.waits().most(), Time(100));
     }
 
     #[test]

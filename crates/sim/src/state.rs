@@ -15,6 +15,7 @@ use crate::params::Params;
 use crate::qp::{Observed, QpState};
 use crate::random::Random;
 use crate::replies::{Replies, ReplyId};
+use crate::resource::Servers;
 use crate::time::Time;
 use crate::timing::NicTiming;
 
@@ -156,6 +157,8 @@ pub(crate) struct State {
     pub qps: Vec<QpState>,
     pub cqs: Vec<CqState>,
     pub nodes: Vec<NicTiming>,
+    /// The lock that the cores of each memory node share.
+    pub core_locks: Vec<Servers>,
     /// The clock that the programs of each node read.
     pub clocks: Vec<Clock>,
     compute_nodes: u16,
@@ -207,6 +210,7 @@ impl State {
             qps: Vec::new(),
             cqs: Vec::new(),
             nodes: (0..compute_nodes + memory_nodes).map(|_| NicTiming::new(params)).collect(),
+            core_locks: vec![Servers::new(1); usize::from(compute_nodes + memory_nodes)],
             clocks: vec![Clock::default(); usize::from(compute_nodes + memory_nodes)],
             fibers: Vec::new(),
             next: VecDeque::new(),

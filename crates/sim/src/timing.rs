@@ -20,6 +20,7 @@
 use crate::params::Params;
 use crate::resource::{Pipe, Servers};
 use crate::time::Time;
+use crate::waits::Waits;
 use rnic::engine::{Next, NextKind};
 use verbs::Qpn;
 
@@ -38,6 +39,7 @@ pub(crate) struct NicTiming {
     atomics: Servers,
     /// Times at which the locks of words become free, by address modulo [`LOCKED`].
     locks: Vec<Time>,
+    lock_waits: Waits,
     out: Pipe,
     into: Pipe,
     reads: Pipe,
@@ -55,6 +57,7 @@ impl NicTiming {
             receivers: Servers::new(RECEIVERS),
             atomics: Servers::new(1),
             locks: vec![Time::ZERO; (LOCKED / 8) as usize],
+            lock_waits: Waits::default(),
             out: Pipe::new(p.link.rate),
             into: Pipe::new(p.link.rate),
             reads: Pipe::new(p.pcie.rate),
@@ -66,7 +69,21 @@ impl NicTiming {
 
     /// Returns the total working time of the units, and the bytes sent.
     pub fn used(&self) -> (Time, u64) {
-        (self.units.busy(), self.out.bytes())
+        (self.units.waits().busy(), self.out.bytes())
+    }
+
+    /// Returns the waits at each resource.
+    pub fn waits(&self) -> [(&'static str, &Waits); 8] {
+        [
+            ("units", self.units.waits()),
+            ("link out", self.out.waits()),
+            ("link in", self.into.waits()),
+            ("receivers", self.receivers.waits()),
+            ("atomics unit", self.atomics.waits()),
+            ("locks of words", &self.lock_waits),
+            ("PCIe reads", self.reads.waits()),
+            ("PCIe writes", self.writes.waits()),
+        ]
     }
 
     /// Issues a WQE to a unit at `now`; returns when the unit has processed it.
@@ -117,6 +134,7 @@ impl NicTiming {
         let lock = &mut self.locks[(addr % LOCKED / 8) as usize];
         let begin = taken_up.max(*lock);
         *lock = begin + p.nic.atomic_same;
+        self.lock_waits.add(begin.since(taken_up), p.nic.atomic_same);
         begin
     }
 
@@ -147,9 +165,10 @@ impl NicTiming {
 
     /// Executes a request to a QP of the same NIC at `now`; returns the end. If the queue is a
     /// managed one, its unit has already waited for the memory.
-    pub fn loopback(&mut self, p: &Params, next: &Next, now: Time) -> Time {
+    /// An atomic is for the word at `addr`.
+    pub fn loopback(&mut self, p: &Params, next: &Next, addr: u64, now: Time) -> Time {
         let done = match next.kind {
-            NextKind::Atomic => self.atomics.serve(now, p.nic.atomic),
+            NextKind::Atomic => self.atomic(p, addr, now),
             NextKind::Read { bytes } => self.reads.pass(now, now, bytes).1,
             NextKind::Write { bytes, .. } | NextKind::Send { bytes, .. } => {
                 self.writes.pass(now, now, bytes).1

@@ -21,6 +21,7 @@ use crate::qp::Observed;
 use crate::random::Random;
 use crate::state::{Counters, Event, State, VerbStall, WindowFaults};
 use crate::time::Time;
+use crate::waits::Waits;
 
 /// State that hooks and fibers share with the world.
 pub(crate) struct Shared {
@@ -94,6 +95,15 @@ impl Sim {
     /// Returns the time that the units of a node's NIC worked, and the bytes that the NIC sent.
     pub fn nic_used(&self, node: NodeId) -> (Time, u64) {
         self.shared.state.lock().nodes[node.0 as usize].used()
+    }
+
+    /// Returns the waits of requests at each resource of a node, by the resource's name.
+    pub fn waits(&self, node: NodeId) -> Vec<(&'static str, Waits)> {
+        let state = self.shared.state.lock();
+        let at = usize::from(node.0);
+        let lock = ("lock of the cores", state.core_locks[at].waits());
+        let all = state.nodes[at].waits().into_iter().chain([lock]);
+        all.map(|(name, waits)| (name, waits.clone())).collect()
     }
 
     /// Sets the network's faults from now on.

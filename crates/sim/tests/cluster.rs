@@ -49,7 +49,13 @@ fn loop_of(
     rounds: u32,
     trace: bool,
 ) -> ([f64; 3], String) {
-    let mut cluster = Cluster::new(&spec(scheme, clients, cores)).expect("a cluster");
+    loop_in(&spec(scheme, clients, cores), clients, rounds, trace)
+}
+
+/// The same in a cluster of this form.
+fn loop_in(spec: &ClusterSpec, clients: u32, rounds: u32, trace: bool) -> ([f64; 3], String) {
+    let scheme = spec.settings.scheme;
+    let mut cluster = Cluster::new(spec).expect("a cluster");
     let options = Options { groups: Some(1), ..Options::default() };
     let processes: Vec<_> = (0..clients)
         .map(|_| cluster.connect(NodeId(1), options.clone()).expect("a process"))
@@ -277,6 +283,25 @@ fn more_cores_serve_requests_in_parallel() {
         println!("{scheme}: 12 clients, 1 core {one:.3?} us, 12 cores {many:.3?} us");
         assert!(2.0 * many[0] < one[0], "{one:?} {many:?}");
     }
+}
+
+/// Cores that share a lock serve requests at most at the rate of the lock, and one core never waits
+/// for its own lock.
+#[test]
+fn cores_wait_for_the_lock_that_they_share() {
+    let clients = 12;
+    let taken_us = |cores, lock_ns| {
+        let params = Params::connectx5().with("node_cpu.lock", lock_ns).expect("a parameter");
+        let spec =
+            ClusterSpec { params: Arc::new(params), ..spec(schemes::RPC_MW_2, clients, cores) };
+        let ([allocate, _, free], _) = loop_in(&spec, clients, 30, false);
+        allocate + free
+    };
+    let (without, with) = (taken_us(clients, 0.0), taken_us(clients, 5_000.0));
+    println!("12 cores, an allocation and its free: {without:.1} us, with a lock {with:.1} us");
+    // Each client waits for the two requests of all clients, but for its READ and its WRITE.
+    assert!(without < 40.0 && with > 100.0, "{without} {with}");
+    assert_eq!(taken_us(1, 0.0), taken_us(1, 5_000.0));
 }
 
 /// Several memory nodes have separate CPUs, NICs and pools. A compute node that is connected to all

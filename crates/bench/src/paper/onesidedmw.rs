@@ -107,7 +107,8 @@ fn note(id: &str) -> Option<&'static str> {
         }
         "rpcmw.kv.p99.unsaturated" => {
             "With chunks of 32 KiB one insert in 32 allocates, so that requests seldom meet at the \
-             memory node's CPU. The cause of the paper's longer tail was not examined."
+             memory node's CPU. The model's CPU polls. A wake-up of 17 us would give the paper's \
+             ratio (docs/results/simulator.md)."
         }
         "osmw.scale.4k" | "osmw.scale.8k" | "osmw.scale.over.rpcmw" => {
             "Our chain executes 16 work requests, that of figure 5 (onesidedmw-paper) executes 10, \
@@ -119,8 +120,8 @@ fn note(id: &str) -> Option<&'static str> {
              rpcmw.alloc.latency.24 was fitted to."
         }
         "rpcmw.scale.unlimited" => {
-            "The model's cores share neither a lock nor a unit of the NIC that binds windows, so \
-             that 24 of them answer 24 times the requests of one."
+            "The model's cores share the lock of Granary's table, 0.5 us a request. A lock of 2 us \
+             would give the paper's rate (docs/results/simulator.md)."
         }
         "osmw.scale.p99.lower" => {
             "With 288 threads an allocation waits for the NIC's units, which our longer chain \

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use pool::{Options, Pool, schemes};
 use scheme::GroupId;
-use sim::{Cluster, ClusterSpec, NodeId, Params, SimHooks, SimNic, Time, fiber};
+use sim::{Cluster, ClusterSpec, NodeId, Params, SimHooks, SimNic, Time, Waits, fiber};
 
 use super::barrier::{self, BarrierMember};
 use super::load::{self, Load, Work};
@@ -27,12 +27,29 @@ const QUANTUM_SHARED: Time = Time::us(1_000);
 pub struct SimulatedCluster {
     params: Arc<Params>,
     seed: u64,
+    resources: RefCell<Vec<Resource>>,
+}
+
+/// Waits at a resource of the NICs during a whole run, with its set-up.
+#[derive(Clone, Debug)]
+pub struct Resource {
+    /// The first memory node, or all compute nodes together.
+    pub nodes: &'static str,
+    /// The resource's name.
+    pub name: &'static str,
+    /// The waits of all requests.
+    pub waits: Waits,
 }
 
 impl SimulatedCluster {
     /// A cluster with these parameters of the timing model.
     pub fn new(params: Params, seed: u64) -> Self {
-        Self { params: Arc::new(params), seed }
+        Self { params: Arc::new(params), seed, resources: RefCell::default() }
+    }
+
+    /// The waits at the NICs' resources in the last run.
+    pub fn resources(&self) -> Vec<Resource> {
+        self.resources.borrow().clone()
     }
 
     /// The timing model's parameters.
@@ -50,6 +67,21 @@ impl SimulatedCluster {
             settings: load.settings(),
         })?)
     }
+}
+
+/// Returns the waits at the resources of a cluster's NICs.
+fn resources(cluster: &Cluster, compute_nodes: u16) -> Vec<Resource> {
+    let mut all: Vec<Resource> = Vec::new();
+    for node in 0..=compute_nodes {
+        let nodes = if node == 0 { "memory node" } else { "compute nodes" };
+        for (name, waits) in cluster.sim.waits(NodeId(node)) {
+            match all.iter_mut().find(|r| (r.nodes, r.name) == (nodes, name)) {
+                Some(resource) => resource.waits.join(&waits),
+                None => all.push(Resource { nodes, name, waits }),
+            }
+        }
+    }
+    all
 }
 
 struct SimThread {
@@ -141,6 +173,7 @@ impl Testbed for SimulatedCluster {
             return Err(Error::Node(why));
         }
         run?;
+        *self.resources.borrow_mut() = resources(&cluster, load.compute_nodes);
         joined.replace(Ok(Outcome::default()))
     }
 

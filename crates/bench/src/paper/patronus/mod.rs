@@ -44,7 +44,7 @@ mod work;
 use sim::Params;
 
 use super::experiment::Paper;
-pub use index_work::{IndexOutcome, IndexWork, run as run_index};
+pub use index_work::{IndexOutcome, IndexWork, Task, run as run_index};
 pub use queue_work::{QueueWork, run as run_queue};
 pub use work::{Cycle, LeaseWork, Lifecycle, run};
 

@@ -52,6 +52,8 @@ pub struct Cpu {
     pub insert_ns: u64,
     /// For a read.
     pub read_ns: u64,
+    /// Each time differs from its mean by at most this share, evenly distributed.
+    pub spread_percent: u64,
 }
 
 impl StoreWork {
@@ -80,10 +82,13 @@ impl Environment for Seeded {
     }
 }
 
-/// Returns a time within a tenth of `ns`, evenly distributed. Threads with the same time would run
-/// in lockstep, and meet at the same resource.
-fn varied(random: &mut Random, ns: u64) -> u64 {
-    ns - ns / 10 + random.below(ns / 5 + 1)
+impl Cpu {
+    /// Returns a time around `ns`. Threads with the same time would run in lockstep, and meet at
+    /// the same resource.
+    fn varied(&self, random: &mut Random, ns: u64) -> u64 {
+        let most = ns * self.spread_percent / 100;
+        ns - most + random.below(2 * most + 1)
+    }
 }
 
 /// Runs the loop on one thread.
@@ -137,13 +142,13 @@ pub fn run<T: Thread>(
         let start = thread.now_ns();
         match request.kind {
             Kind::Read => {
-                thread.pause_ns(varied(&mut times, work.cpu.read_ns));
+                thread.pause_ns(work.cpu.varied(&mut times, work.cpu.read_ns));
                 let found = thread.wait(store.get(0, &key_bytes(request.key)))?;
                 assert!(found.is_some(), "a key that was inserted is there");
                 outcome.read.record_ns(thread.now_ns() - start);
             }
             _ => {
-                thread.pause_ns(varied(&mut times, work.cpu.insert_ns));
+                thread.pause_ns(work.cpu.varied(&mut times, work.cpu.insert_ns));
                 set(request.key)?;
                 inserted += 1;
                 outcome.insert.record_ns(thread.now_ns() - start);
