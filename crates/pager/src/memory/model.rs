@@ -4,7 +4,7 @@
 //! between which other threads run. A seed decides where an operation stops early.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use super::{Done, Memory, Position, Stop};
@@ -135,6 +135,8 @@ pub(crate) struct ModelMemory {
     copied_run: Option<u32>,
     /// The kernel moves no page within the program's memory.
     pub(crate) refuses_moves: AtomicBool,
+    /// Time that has passed without a step.
+    passed_ns: AtomicU64,
 }
 
 impl ModelMemory {
@@ -161,7 +163,13 @@ impl ModelMemory {
             random,
         };
         let (kernel, refuses_moves) = (Mutex::new(kernel), AtomicBool::new(false));
-        Self { kernel, table: AtomicPtr::default(), copied_run, refuses_moves }
+        let (table, passed_ns) = (AtomicPtr::default(), AtomicU64::new(0));
+        Self { kernel, table, copied_run, refuses_moves, passed_ns }
+    }
+
+    /// Lets time pass.
+    pub(crate) fn pass(&self, ns: u64) {
+        self.passed_ns.fetch_add(ns, Ordering::Relaxed);
     }
 
     /// Checks from now on that pages are BUSY in this table, which must live as long as the memory.
@@ -487,6 +495,7 @@ impl Memory for ModelMemory {
     /// Times are counted, and nothing depends on them.
     /// One step of the simulator takes a millisecond.
     fn now_ns(&self) -> u64 {
-        u64::from(fiber::step().unwrap_or(0)) * 1_000_000
+        let steps = u64::from(fiber::step().unwrap_or(0));
+        steps * 1_000_000 + self.passed_ns.load(Ordering::Relaxed)
     }
 }

@@ -77,6 +77,8 @@ pub mod check;
 pub mod compact;
 pub mod flight;
 pub mod flow;
+#[cfg(test)]
+pub(crate) mod model;
 pub mod overrun;
 pub mod returns;
 pub mod sealing;

@@ -196,6 +196,27 @@ fn mib(bytes: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::page_table::PageId;
+    use crate::pages::model;
+    use crate::shelf::{NO_RECORD, Record, Use};
+    use crate::slots::SlotId;
+
+    #[test]
+    fn process_with_pages_on_the_shelf_is_not_stuck() {
+        let pages = model::pages();
+        let mut state = pages.state();
+        assert!(!state.is_stuck());
+        state.overrun.note(0, REFUSALS_MAX);
+        assert!(state.is_stuck());
+        for used in [Use::Dirty, Use::Clean] {
+            let (position, _) = state.shelf.take_empty(1).expect("an empty shelf");
+            let record = Record { page: PageId(0), slot: Some(SlotId(0)), ..NO_RECORD };
+            state.shelf.hold(position, used, record);
+            assert!(!state.is_stuck());
+            state.shelf.set(position, Use::Empty);
+        }
+        assert!(state.is_stuck());
+    }
 
     #[test]
     fn page_that_is_taken_out_ends_the_refusals_in_a_row() {

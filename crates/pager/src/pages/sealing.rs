@@ -94,3 +94,27 @@ impl<M: Memory> Pages<M> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Cipher;
+    use crate::pages::model;
+    use crate::slots::Key;
+
+    #[test]
+    fn key_is_replaced_after_a_day() {
+        const SECOND_NS: u64 = 1_000_000_000;
+        let pages = model::pages().with_sealing(Sealing::All(Key::new(Cipher::default())));
+        let sealer = pages.sealing.sealer().expect("a key");
+        // A content that is still needed keeps its key.
+        let mut sealed = [0; PAGE_BYTES];
+        sealer.seal(1, &[7; PAGE_BYTES], &mut sealed).expect("a seal");
+        let keys_after = |seconds: u64| {
+            pages.memory.pass(seconds * SECOND_NS);
+            pages.update_gauges();
+            sealer.statistics().keys
+        };
+        assert_eq!([keys_after(0), keys_after(24 * 3600 - 1), keys_after(1)], [1, 1, 2]);
+    }
+}

@@ -142,3 +142,30 @@ impl<M: Memory> Pages<M> {
         None
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pages::model;
+
+    #[test]
+    fn page_beyond_the_limit_is_granted_within_its_fork_only() {
+        let (pages, mut hand) = (model::pages(), Hand::default());
+        let refuse_for_long = || {
+            pages.refuse(PageId(3));
+            assert_eq!(pages.relieve_refused(), Some(REFUSAL_NS.div_ceil(1_000_000)));
+            pages.memory.pass(REFUSAL_NS);
+            assert_eq!(pages.relieve_refused(), None);
+        };
+        pages.begin_standstill(Cause::Prepared);
+        refuse_for_long();
+        pages.end_standstill(Cause::Prepared);
+        pages.begin_standstill(Cause::Prepared);
+        assert!(!pages.make_granted_room(&mut hand), "the grant belongs to the fork before");
+        refuse_for_long();
+        assert!(pages.make_granted_room(&mut hand) && !pages.is_granted());
+        assert!(!pages.make_granted_room(&mut hand), "the grant is used up");
+        pages.end_standstill(Cause::Prepared);
+        assert!(!pages.make_granted_room(&mut hand));
+    }
+}
