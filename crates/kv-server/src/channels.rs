@@ -143,20 +143,9 @@ fn write_by(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::client::Origin;
 
     fn client(id: u64) -> Arc<Client> {
-        let origin = Origin {
-            id,
-            address: "a".into(),
-            local: "b".into(),
-            fd: 0,
-            thread: 0,
-            now_ms: 0,
-            is_unix: false,
-            user: Arc::from(&b"default"[..]),
-        };
-        Arc::new(Client::new(origin))
+        Client::for_tests(id)
     }
 
     #[test]

@@ -121,6 +121,15 @@ pub(crate) struct Origin {
 }
 
 impl Client {
+    /// A connection without a peer.
+    #[cfg(test)]
+    pub(crate) fn for_tests(id: u64) -> Arc<Self> {
+        let user = Arc::from(&b"default"[..]);
+        let (address, local) = ("a".into(), "b".into());
+        let (fd, thread, now_ms, is_unix) = (0, 0, 0, false);
+        Arc::new(Self::new(Origin { id, address, local, fd, thread, now_ms, is_unix, user }))
+    }
+
     pub(crate) fn new(origin: Origin) -> Self {
         Self {
             id: origin.id,

@@ -331,3 +331,49 @@ impl Server {
         (0..self.threads.len()).min_by_key(connections).unwrap_or(0)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::client::OutputLimit;
+
+    #[test]
+    fn connections_with_the_most_memory_end_first() {
+        let clients = Clients::default();
+        let all: Vec<_> = (1..=4).map(Client::for_tests).collect();
+        for (client, kib) in all.iter().zip([300, 100, 500, 200]) {
+            client.note_buffers(0, kib << 10, 0);
+            clients.add(client);
+        }
+        all[2].set(client_flag::NO_EVICT);
+        let killed = || {
+            let is_killed = |client: &Arc<Client>| client.has(client_flag::KILLED);
+            all.iter().map(is_killed).collect::<Vec<_>>()
+        };
+        assert_eq!((clients.evict(0), clients.evict(2 << 20)), (0, 0));
+        // The memory of a connection that ends does not count again.
+        for _ in 0..2 {
+            clients.evict(900 << 10);
+            assert_eq!(killed(), [true, false, false, false]);
+        }
+        assert_eq!(clients.evict(700 << 10), 1);
+        assert_eq!(killed(), [true, false, false, true]);
+        assert_eq!(clients.evict(1), 1);
+        assert_eq!(killed(), [true, true, false, true], "one is exempt");
+    }
+
+    #[test]
+    fn soft_limit_of_the_output_is_one_of_time() {
+        let client = Client::for_tests(1);
+        let limit = OutputLimit { hard: 0, soft: 1000, soft_s: 2 };
+        let is_over = |bytes, now_ms| {
+            client.note_buffers(0, 0, bytes);
+            client.is_over(limit, now_ms)
+        };
+        assert!(!is_over(1001, 10) && !is_over(1001, 2010) && is_over(1001, 2011));
+        // The time begins anew.
+        assert!(!is_over(1000, 3000) && !is_over(1001, 3001) && !is_over(1001, 5001));
+        assert!(is_over(1001, 5002));
+        assert!(!client.is_over(OutputLimit::default(), 9999));
+    }
+}

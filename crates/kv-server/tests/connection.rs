@@ -305,3 +305,24 @@ fn commands_with_many_large_arguments_are_bounded() {
     assert!(rest.windows(6).filter(|part| part == b"QUEUED").count() < 20);
     assert_eq!(server.connect().ask("get a"), "nil");
 }
+
+/// A client whose connection ends with unanswered commands sends them again: they must not have
+/// been executed. ioredis does so (`autoResendUnfulfilledCommands`).
+#[test]
+fn commands_that_wait_end_with_their_connection() {
+    let server = start(&[("io-threads", "2")]);
+    let (mut admin, mut other) = (server.connect(), server.connect());
+    let id = other.ask("client id");
+    assert_eq!(admin.ask("client pause 60000 write"), "OK");
+    other.send("set a 1\r\nset b 1\r\n");
+    let is_held = |list: String| {
+        let own = format!("id={id} ");
+        list.lines().any(|line| line.starts_with(&own) && line.contains(" cmd=set "))
+    };
+    while !is_held(admin.ask("client list")) {}
+    assert_eq!(admin.ask(&format!("client kill id {id}")), "1");
+    assert_eq!(other.rest(), b"");
+    assert_eq!(admin.ask("client unpause"), "OK");
+    assert_eq!(admin.ask("get a"), "nil");
+    assert_eq!(admin.ask("get b"), "nil");
+}

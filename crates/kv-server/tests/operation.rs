@@ -131,6 +131,9 @@ fn facts_of_commands_and_absent_parts_are_answered() {
     assert_eq!(client.ask("module list"), "[]");
     assert_eq!(client.ask("client getredir"), "-1");
     assert_eq!(client.ask("client trackinginfo"), "[flags [off] redirect -1 prefixes []]");
+    let refusal = "-ERR CLIENT TRACKING is not supported by this server";
+    assert_eq!(client.ask("client tracking on bcast"), refusal);
+    assert_eq!(client.ask("client tracking off"), "OK");
     assert!(client.ask("client caching yes").starts_with("-ERR CLIENT CACHING can be called"));
     assert_eq!(client.ask("client unblock 1 error"), "0");
     assert!(client.ask("client unblock 1 x").starts_with("-ERR CLIENT UNBLOCK reason should"));

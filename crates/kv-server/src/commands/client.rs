@@ -250,7 +250,7 @@ pub(super) fn tracking<K: Keyspace>(cx: &mut Context<'_, K>) {
     if cx.args.is(2, "off") && cx.args.count() == 3 {
         cx.reply().ok();
     } else if cx.args.is(2, "on") {
-        cx.error("ERR Client tracking is not supported by this server");
+        cx.error("ERR CLIENT TRACKING is not supported by this server");
     } else {
         cx.syntax_error();
     }

@@ -157,6 +157,8 @@ mod tests {
         };
         assert!(!is_ready(pin!(barrier.enter(3))));
         assert!(!is_ready(pin!(barrier.close())));
+        let bell = Arc::new(Bell::default());
+        assert!(late.as_mut().poll(&mut Context::from_waker(&bell.clone().into())).is_pending());
         drop(alone);
         assert_eq!(bell.0.load(Ordering::SeqCst), 1, "the end wakes the task");
         assert!(is_ready(pin!(barrier.enter(3))));
