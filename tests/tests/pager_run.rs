@@ -3,6 +3,7 @@
 
 use std::ffi::OsStr;
 
+use granary_tests::node::granary;
 use granary_tests::pager::{Scratch, library};
 use pager::Config;
 use pager::run::run;
@@ -20,6 +21,17 @@ fn run_returns_status_and_counters() {
     let ended = run(&config, OsStr::new("sh"), &["-c".into(), "kill -TERM $$".into()]).unwrap();
     assert_eq!(ended.code(), 128 + 15);
     assert_eq!(ended.summary.processes(), 1, "also of a process that was killed");
+}
+
+/// A command without a terminal, in a process group with a stopped process, as in a script of
+/// cron: the end of its program sends no SIGHUP to the group.
+#[test]
+fn end_of_a_program_hangs_no_script_up() {
+    let script = "trap 'exit 3' HUP; sleep 1000 & kill -STOP $!; \
+                  \"$0\" run --local 16MiB -- true; kill -KILL $!; exit 5";
+    let mut command = std::process::Command::new("setsid");
+    let status = command.args(["--wait", "sh", "-c", script]).arg(granary()).status().unwrap();
+    assert_eq!(status.code(), Some(5), "3: the script was hung up");
 }
 
 #[test]

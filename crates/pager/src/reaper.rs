@@ -14,8 +14,11 @@
 //! Processes are first stopped, all of them, and then killed, so that none reports the end of
 //! another one as a fault. The kernel kills the program if the reaper is killed.
 //!
-//! The reaper passes signals of the command on, and ends as the program did. It is in a process
-//! group of its own, so that a signal to the group of the command leaves it alive.
+//! The reaper passes signals of the command on, and ends as the program did. It is in a session of
+//! its own, so that a signal to the group of the command leaves it alive. In another group of the
+//! same session, it would be the only process that keeps the group of a command without a terminal
+//! from being orphaned. At the end of the program, the kernel would then send SIGHUP to the whole
+//! group, if any process of it is stopped (POSIX, `_exit`).
 
 use std::io;
 use std::os::unix::process::CommandExt;
@@ -165,7 +168,7 @@ impl Reaper {
         // SAFETY: plain system calls of this process, which has one thread. Without the descriptors
         // above 2, the command learns that the program has been started.
         unsafe {
-            libc::setpgid(0, 0);
+            libc::setsid();
             libc::prctl(libc::PR_SET_NAME, NAME.as_ptr());
             libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGCHLD);
             libc::syscall(libc::SYS_close_range, 3, u32::MAX, 0);
@@ -192,6 +195,7 @@ impl Reaper {
         if self.ends_daemons {
             self.end_daemons();
         }
+        self.end_stopped_keepers();
         end_as(self.id)
     }
 
@@ -272,6 +276,19 @@ impl Reaper {
         }
         if !self.wait_for_daemons(self.limits.term) {
             self.kill_all();
+        }
+    }
+
+    /// Ends keepers that are stopped, if no other process of the run lives that would do so. The
+    /// other keepers end by themselves.
+    fn end_stopped_keepers(&self) {
+        let mut left = descendants(&processes());
+        left.retain(|process| process.lives);
+        if left.iter().all(|process| process.name == KEEPER) {
+            for keeper in left.iter().filter(|keeper| keeper.is_stopped) {
+                // SAFETY: a process of the run.
+                unsafe { libc::kill(keeper.id, libc::SIGKILL) };
+            }
         }
     }
 
@@ -361,6 +378,8 @@ struct Process {
     name: String,
     /// Not a zombie.
     lives: bool,
+    /// By a signal or a debugger.
+    is_stopped: bool,
     /// Start time, in ticks of the clock; 0 if it is not known.
     start: u64,
 }
@@ -372,11 +391,12 @@ impl Process {
         // The name may contain any character, and the fields after the name have no parenthesis.
         let (name, rest) = rest.rsplit_once(") ")?;
         let mut fields = rest.split(' ');
-        let lives = !matches!(fields.next()?, "Z" | "X");
+        let state = fields.next()?;
+        let (lives, is_stopped) = (!matches!(state, "Z" | "X"), matches!(state, "T" | "t"));
         let parent = fields.next()?.parse().ok()?;
         // Field 22 of proc_pid_stat(5); the next one is field 5.
         let start = fields.nth(17).and_then(|start| start.parse().ok()).unwrap_or(0);
-        Some(Self { id: id.parse().ok()?, parent, name: name.into(), lives, start })
+        Some(Self { id: id.parse().ok()?, parent, name: name.into(), lives, is_stopped, start })
     }
 }
 
