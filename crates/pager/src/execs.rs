@@ -4,7 +4,7 @@
 //! note in the new program once the program is paged. So the notes that are left at the end name
 //! the processes that the pager does not serve, for whatever reason: the dynamic linker loads no
 //! library into a static program, and none by `LD_PRELOAD` into a set-user-ID program. The reaper
-//! notes processes that no exec has noted ([`crate::strangers`]).
+//! notes processes that no exec has noted (`strangers`).
 //!
 //! ```text
 //!  u64[0]             ended processes without the pool whose place was used again

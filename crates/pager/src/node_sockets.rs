@@ -201,8 +201,8 @@ fn replace_unreachable(
 
 /// Returns the descriptor with a key in a value of [`VARIABLE`].
 fn handed_of(handed: Option<&str>, key: &str) -> Option<RawFd> {
-    let parts = handed?.split(',').filter_map(|part| part.split_once(':'));
-    let fd: RawFd = parts.into_iter().find(|(name, _)| *name == key)?.1.parse().ok()?;
+    let mut parts = handed?.split(',').filter_map(|part| part.split_once(':'));
+    let fd: RawFd = parts.find(|(name, _)| *name == key)?.1.parse().ok()?;
     // The standard descriptors are the program's.
     (fd > 2).then_some(fd)
 }

@@ -148,3 +148,26 @@ impl<M: Memory> Pages<M> {
 
 /// Rounds without an effect after which the worker tries again later: write-backs may be in flight.
 const FRUITLESS_MAX: u32 = 16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ledger::{GUARANTEED_UNITS, Ledger, Owner, UNIT_PAGES};
+    use crate::pages::model;
+
+    #[test]
+    fn process_that_owes_units_leases_no_more() {
+        let ledger = Ledger::in_memory(2, 64 * UNIT_PAGES);
+        let lease = Lease::claim(ledger, Owner::new(1, 1), UNIT_PAGES).expect("a slot is free");
+        assert_eq!(lease.take(GUARANTEED_UNITS), GUARANTEED_UNITS);
+        let pages = model::pages().with_lease(lease, 0);
+        let mut state = pages.state();
+        let before = state.limit;
+        (state.resident, state.owed) = (before, 1);
+        pages.extend(&mut state);
+        assert_eq!(state.limit, before);
+        state.owed = 0;
+        pages.extend(&mut state);
+        assert!(state.limit > before);
+    }
+}
