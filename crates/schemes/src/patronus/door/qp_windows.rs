@@ -124,3 +124,45 @@ impl<N: Nic> QpWindows<N> {
         open.windows.into_iter().for_each(|window| drop(window.mw));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use rnic::nic::SoftNic;
+    use scheme::{ConnectRequest, Right};
+    use verbs::{Access, CqAttr, QpAttr, Receive};
+
+    use super::*;
+    use crate::patronus::book::Place;
+
+    /// A tag that repeats would make an old key valid again.
+    #[test]
+    fn window_is_deallocated_before_its_tags_repeat() {
+        let nic = SoftNic::inline();
+        let pd = nic.alloc_pd().unwrap();
+        let memory = nic.alloc_dma(4096).unwrap();
+        let region = nic.reg_mr(&pd, &memory, Access::LOCAL_ALL).unwrap();
+        let cq = nic.create_cq(CqAttr { entries: 16, ignore_overrun: false }).unwrap();
+        let qp = || {
+            let (send_cq, recv_cq, access) = (&cq, &cq, Access::REMOTE_ALL);
+            let receive = Receive::None;
+            nic.create_qp(&pd, QpAttr { send_cq, recv_cq, send_blocks: 16, receive, access })
+        };
+        let peers = [qp().unwrap(), qp().unwrap()];
+        let groups = vec![peers.iter().map(|peer| peer.qpn().raw()).collect()];
+        let request = ConnectRequest { groups, ..ConnectRequest::default() };
+        let access = AccessQps::new(&request, |_| Ok(qp()?)).unwrap();
+        let mut windows = QpWindows::new(&nic, &pd, region, peers.len()).unwrap();
+        for serial in 1..10_000 {
+            let (number, group) = (PermissionNumber::new(serial, 0), GroupId(0));
+            let place = Place { offset: 64, len: 64 };
+            let right = Right::Write;
+            let opening = Opening { number, place, right, group, has_hole: false };
+            assert!(matches!(windows.bind(&nic, &opening, &access), Change::Posts(_)));
+            let open = &windows.open[&number].windows;
+            assert!(open.len() == 2 && open.iter().all(|window| window.used < TAGS));
+            windows.release(number);
+            windows.fill(&nic).unwrap();
+        }
+        assert!(windows.count() < 2 * (STEP + LOW), "{} windows", windows.count());
+    }
+}

@@ -182,6 +182,7 @@ mod tests {
             windows.unbind(open.unwrap_or(number)).unwrap();
             windows.release(open.unwrap_or(number));
             windows.fill(&nic).unwrap();
+            assert!(windows.free.iter().all(|window| window.used < TAGS), "a tag repeats");
         }
         assert!(windows.count() < 2 * (STEP + LOW), "{} windows", windows.count());
     }
