@@ -85,8 +85,16 @@ impl World {
         });
     }
 
-    fn slots_used(&self, client: ClientId) -> usize {
-        self.entries.iter().filter(|entry| entry.client == client).count()
+    /// The refusal of a permission for which the compute node has no slot. Permissions without a
+    /// lease have slots of their own.
+    fn refusal_of_slot(&self, client: ClientId, is_endless: bool) -> Option<Outcome> {
+        let most = match is_endless {
+            true => PermissionNumber::SLOTS_MAX - PermissionNumber::LEASED_MAX,
+            false => self.settings.permissions_max,
+        };
+        let is_alike = |entry: &&Entry| entry.client == client && entry.is_endless() == is_endless;
+        let is_full = self.entries.iter().filter(is_alike).count() >= most as usize;
+        is_full.then_some(Outcome::TooMany(Limit::Permissions, most.into()))
     }
 
     fn refusal_of_allocation(
@@ -107,9 +115,8 @@ impl World {
         {
             return Some(Outcome::BadRequest);
         }
-        let most = self.settings.permissions_max;
-        if self.slots_used(client) >= most as usize {
-            return Some(Outcome::TooMany(Limit::Permissions, most.into()));
+        if let Some(refusal) = self.refusal_of_slot(client, is_grant) {
+            return Some(refusal);
         }
         let len = match is_grant {
             true => bytes.max(CHUNK).checked_next_power_of_two()?,
@@ -160,9 +167,8 @@ impl World {
         if !may {
             return Some(Outcome::NoSuchObject);
         }
-        let most = self.settings.permissions_max;
-        if self.slots_used(client) >= most as usize {
-            return Some(Outcome::TooMany(Limit::Permissions, most.into()));
+        if let Some(refusal) = self.refusal_of_slot(client, false) {
+            return Some(refusal);
         }
         self.push(client, 0, terms, Some(object), (offset, len));
         let wanted = self.entries.pop().expect("just pushed");
