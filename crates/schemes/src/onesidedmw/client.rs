@@ -210,7 +210,7 @@ impl<N: Nic> ClientScheme for Client<N> {
     fn reset(&self) -> Result<(), Error> {
         self.try_each(&mut |queue| queue.reset())?;
         for queue in &self.allocs {
-            let granted = queue.take_late().into_iter().filter(|bytes| is_granted(bytes));
+            let granted = queue.take_late().into_iter().filter(is_granted);
             self.undelivered.lock().extend(granted.map(|bytes| entry_in(&bytes)));
         }
         Ok(())
