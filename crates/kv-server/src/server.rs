@@ -371,7 +371,7 @@ mod tests {
             client.is_over(limit, now_ms)
         };
         assert!(!is_over(1001, 10) && !is_over(1001, 2010) && is_over(1001, 2011));
-        // The time begins anew.
+        // The time begins again.
         assert!(!is_over(1000, 3000) && !is_over(1001, 3001) && !is_over(1001, 5001));
         assert!(is_over(1001, 5002));
         assert!(!client.is_over(OutputLimit::default(), 9999));

@@ -130,8 +130,8 @@ fn same_name(entry: &CStr, other: &CStr) -> bool {
     len == other_len && len.is_some_and(|len| entry.to_bytes()[..len] == other.to_bytes()[..len])
 }
 
-/// Returns true for the variable that names handed descriptors, which is made anew for each
-/// program.
+/// Returns true for the variable that names handed descriptors, which each program gets with
+/// values of its own.
 fn is_of_descriptors(entry: &CStr) -> bool {
     let rest = entry.to_bytes().strip_prefix(node_sockets::VARIABLE.as_bytes());
     rest.is_some_and(|rest| rest.starts_with(b"="))

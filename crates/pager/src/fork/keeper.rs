@@ -26,7 +26,7 @@ pub(super) const NAME: &CStr = c"granary-keeper";
 /// Interval between two looks of a thread that waits.
 pub(crate) const LOOK_MS: i32 = 100;
 
-/// What a process and its forked children know about its keeper.
+/// Process ids of a keeper and of its parent, in memory that a process shares with its children.
 #[repr(C)]
 pub(crate) struct Words {
     /// Process id of the keeper; 0 without one. The kernel writes the word when the keeper starts
@@ -214,8 +214,8 @@ fn kill_stopped(id: u32) -> Result<bool, i32> {
     killed
 }
 
-/// Returns true if a process is stopped, by a signal or a debugger. A keeper is told from a process
-/// that has its id later, or in another namespace, by its name. Without `/proc` no process is
+/// Returns true if a process is stopped, by a signal or a debugger. The name distinguishes a keeper
+/// from a process that has its id later, or in another namespace. Without `/proc` no process is
 /// stopped. Does not allocate.
 fn is_stopped(id: u32, is_keeper: bool) -> bool {
     let mut path = [0u8; 32];

@@ -1,5 +1,5 @@
-//! What the memory node granted to requests that had ended as unanswered. The client gives it back
-//! as soon as the connection works again.
+//! Grants to requests that had ended as unanswered. The client gives them back as soon as the
+//! connection works again.
 
 use std::collections::HashMap;
 
