@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{BEGIN, COLUMNS, World, block_on, settings, store};
+use common::{BEGIN, COLUMNS, TestStore, World, block_on, settings, store};
 use kv::blocks::Blocks;
 use kv::{Candidates, Eviction, Expiry, Form, Measure, SetOptions, Settings, Wanted};
 
@@ -192,19 +192,26 @@ fn full_pool_is_an_error_and_the_store_goes_on() {
     assert_eq!(store.len(0), u64::from(written));
 }
 
+/// Sets keys of 100 bytes until the pool is full, then takes the rest of its memory. Returns the
+/// number of keys.
+fn fill(world: &World, store: &TestStore) -> u32 {
+    let mut written = 0;
+    while block_on(store.set(0, &name(written), &[1; 100], SetOptions::default())).is_ok() {
+        written += 1;
+    }
+    for bytes in [4096, 1024, 256, 64, 32] {
+        while block_on(world.arena.allocate(0, bytes)).is_ok() {}
+    }
+    written
+}
+
 #[test]
 fn full_pool_deletes_any_number_of_keys() {
     for (column, form, mirror) in COLUMNS {
         let world = World::new(4096, 24, false, 1);
         let store = world.create(settings(form, mirror, 21));
-        let mut written = 0;
-        while block_on(store.set(0, &name(written), &[1; 100], SetOptions::default())).is_ok() {
-            written += 1;
-        }
+        let written = fill(&world, &store);
         assert!(written > 110, "{column}: {written}");
-        for bytes in [4096, 1024, 256, 64, 32] {
-            while block_on(world.arena.allocate(0, bytes)).is_ok() {}
-        }
         // A reserved record of 1 KiB names 42 keys.
         for keys in [0..2, 2..44, 44..110] {
             let names: Vec<_> = keys.clone().map(name).collect();
@@ -230,14 +237,8 @@ fn full_pool_refuses_a_write_of_more_keys_than_a_record_names() {
     for (column, form, mirror) in COLUMNS {
         let world = World::new(4096, 24, false, 1);
         let store = world.create(settings(form, mirror, 21));
-        let mut written = 0;
-        while block_on(store.set(0, &name(written), &[1; 100], SetOptions::default())).is_ok() {
-            written += 1;
-        }
+        let written = fill(&world, &store);
         assert!(written > 60, "{column}: {written}");
-        for bytes in [4096, 1024, 256, 64, 32] {
-            while block_on(world.arena.allocate(0, bytes)).is_ok() {}
-        }
         // Room for one new value, and none for a record of another length.
         assert!(block_on(store.delete(0, &name(0))).expect("a deletion"));
         // A reserved record of 1 KiB names 42 keys.
