@@ -13,5 +13,6 @@ pub mod record;
 pub mod run;
 pub mod scene;
 pub mod scrape;
+pub mod signals;
 pub mod thread;
 pub mod waiting;

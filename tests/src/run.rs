@@ -11,11 +11,12 @@ use std::time::Duration;
 use pager::execs::Execs;
 use pager::run_memory::RunMemory;
 use pager::stats::{Counter, Summary};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal};
 use serde_json::Value;
 
 use crate::node::{MemoryNode, granary};
 use crate::pager::{Outcome, Running, Scratch, apply_privilege_setting};
+use crate::signals;
 
 /// The memory node that a program uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -158,8 +159,7 @@ impl Site {
                 node
             }
         };
-        let pid = Pid::from_raw(node).expect("a pid");
-        kill_process(pid, signal).expect("the memory node runs");
+        signals::signal(node, signal).expect("the memory node runs");
     }
 
     /// Returns the assist of a running program (`--assist process`): there is exactly one.

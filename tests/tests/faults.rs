@@ -9,16 +9,12 @@ use anyhow::{Context, Result, ensure};
 use granary_tests::node::{MemoryNode, granary};
 use granary_tests::pager::{Running, Scratch};
 use granary_tests::run::{NodeKind, Site, name_of, processes_of};
+use granary_tests::signals::signal;
 use granary_tests::waiting::{Waiting, compile};
 use pager::config::EXIT_POOL_GONE;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
-use rustix::process::{Pid, Signal, kill_process};
-
-/// Sends a signal to a process.
-fn signal(pid: i32, signal: Signal) -> Result<()> {
-    Ok(kill_process(Pid::from_raw(pid).context("no process id")?, signal)?)
-}
+use rustix::process::Signal;
 
 /// `granary status` of a memory node that is stopped ends within its time, with the node's name.
 #[test]

@@ -12,7 +12,8 @@ use granary_tests::needs::skip;
 use granary_tests::node::{MemoryNode, granary};
 use granary_tests::pager::Scratch;
 use granary_tests::scrape::{Page, address_of, names_in_docs};
-use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, prlimit};
+use granary_tests::signals::signal;
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
 use serde_json::Value;
 
 #[test]
@@ -236,11 +237,9 @@ fn store_goes_on_after_its_memory_node_was_stopped() -> Result<()> {
     assert_eq!(connection.ask("SWAPDB 0 1")?, "+OK");
     assert_eq!(connection.ask("SELECT 1")?, "+OK");
     assert_eq!(connection.ask("WATCH key:3")?, "+OK");
-    let pid = Pid::from_raw(node.pid()).context("no process id")?;
-    kill_process(pid, Signal::STOP)?;
+    signal(node.pid(), Signal::STOP)?;
     let mut other = server.connect()?;
     assert_eq!(other.ask("SELECT 1")?, "+OK");
-    // The threads of the memory node stop a little later.
     let mut seven = 7;
     let reply = loop {
         match other.ask("INCR key:7")? {
@@ -254,7 +253,7 @@ fn store_goes_on_after_its_memory_node_was_stopped() -> Result<()> {
     assert_eq!(other.ask("PING")?, "+PONG");
     let info = server.run("redis-cli", &["INFO", "pool"])?;
     ensure!(info.contains("pool_status:silent\r\npool_outages:1\r\npool_losses:0"), "{info}");
-    kill_process(pid, Signal::CONT)?;
+    signal(node.pid(), Signal::CONT)?;
     until(&mut other, "INCRBY key:9 0", ":9")?;
     assert_eq!(other.ask("DBSIZE")?, ":200");
     // The write without an answer has taken effect, or not; it has not taken effect twice.
@@ -284,15 +283,14 @@ fn changed_pool_timeout_reaches_the_library() -> Result<()> {
     let mut connection = server.connect()?;
     assert_eq!(connection.ask("SET a 1")?, "+OK");
     assert_eq!(connection.ask("CONFIG SET pool-timeout 1")?, "+OK");
-    let pid = Pid::from_raw(node.pid()).context("no process id")?;
-    kill_process(pid, Signal::STOP)?;
+    signal(node.pid(), Signal::STOP)?;
     while !connection.ask("INCR a")?.starts_with('-') {}
     // With the limit of the start this line would come after an hour.
     let name = node.socket.display().to_string();
     let is_named = |line: &str| line.contains(&name) && line.contains("not answered for 1 s");
     for line in log.lines() {
         if is_named(&line?) {
-            kill_process(pid, Signal::CONT)?;
+            signal(node.pid(), Signal::CONT)?;
             return until(&mut connection, "EXISTS a", ":1");
         }
     }

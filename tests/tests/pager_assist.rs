@@ -8,6 +8,7 @@ use std::process::{Child, Command, Stdio};
 use granary_tests::node::{MemoryNode, full, granary, start_and_wait_ready};
 use granary_tests::pager::{Outcome, Running, Scratch, assert_same, plain};
 use granary_tests::run::{NodeKind, Paged, Site};
+use granary_tests::signals::signal;
 use granary_tests::{needs, over_each_node};
 use pager::assist::protocol::{Message, VERSION};
 use pager::assist::ring;
@@ -97,7 +98,7 @@ fn program_goes_on_when_the_assist_is_stopped(node: NodeKind) {
     let site = site(node, "stopped", LOCAL);
     let running = Running::start(&mut site.command(PYTHON, &passes("4")));
     site.wait_for_pages_out(&running, 5_000);
-    kill_process(site.assist(&running), Signal::STOP).unwrap();
+    signal(site.assist(&running).as_raw_nonzero().get(), Signal::STOP).unwrap();
     assert_gone(&plain, &site.finish(running));
 }
 
@@ -180,7 +181,7 @@ fn killed_command_leaves_no_assist_behind() {
         site.wait_for_pages_out(&running, 5_000);
         let assist = site.assist(&running);
         if stopped {
-            kill_process(assist, Signal::STOP).unwrap();
+            signal(assist.as_raw_nonzero().get(), Signal::STOP).unwrap();
         }
         let command = Pid::from_raw(running.pid() as i32).unwrap();
         kill_process(command, Signal::KILL).unwrap();

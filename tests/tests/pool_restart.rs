@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use granary_tests::node::{MemoryNode, granary};
+use granary_tests::signals::signal;
 use pool::{Error, Grant, GroupId, Lane, Options, Pool, Transfer};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use verbs::executor::block_on;
 
 const SETTINGS: [&str; 4] = ["--memory", "256KiB", "--chunk", "4KiB"];
@@ -153,9 +154,7 @@ fn waits_for_a_stopped_memory_node_end() -> Result<()> {
     for grant in &grants {
         pool.write_blocking(grant, 0, b"of before")?;
     }
-    let pid = Pid::from_raw(node.pid()).context("no process id")?;
-    kill_process(pid, Signal::STOP)?;
-    wait_until_stopped(&node)?;
+    signal(node.pid(), Signal::STOP)?;
     let results = std::thread::scope(|scope| {
         let waits: Vec<_> = (0..6)
             .map(|call| {
@@ -178,7 +177,7 @@ fn waits_for_a_stopped_memory_node_end() -> Result<()> {
         ensure!(matches!(result, Err(Error::Unanswered { .. })), "call {call}: {result:?}");
     }
 
-    kill_process(pid, Signal::CONT)?;
+    signal(node.pid(), Signal::CONT)?;
     for grant in &grants {
         let mut text = [0; 9];
         pool.read_blocking(grant, 0, &mut text)?;
@@ -212,9 +211,7 @@ fn chunks_of_late_replies_are_given_back() -> Result<()> {
         let pool = Pool::connect(&node.socket, options)?;
         let held = pool.allocate_blocking().with_context(|| format!("scheme {scheme}"))?;
         let before = pool.node_status()?.node.free;
-        let pid = Pid::from_raw(node.pid()).context("no process id")?;
-        kill_process(pid, Signal::STOP)?;
-        wait_until_stopped(&node)?;
+        signal(node.pid(), Signal::STOP)?;
         std::thread::scope(|scope| {
             let waits: Vec<_> = (0..4).map(|_| scope.spawn(|| pool.allocate_blocking())).collect();
             waits.into_iter().try_for_each(|wait| match wait.join().expect("it does not panic") {
@@ -222,7 +219,7 @@ fn chunks_of_late_replies_are_given_back() -> Result<()> {
                 other => bail!("scheme {scheme}: {other:?}"),
             })
         })?;
-        kill_process(pid, Signal::CONT)?;
+        signal(node.pid(), Signal::CONT)?;
         let more = pool.allocate_blocking().with_context(|| format!("scheme {scheme}"))?;
         pool.free_blocking(more)?;
         let node = pool.node_status()?.node;
@@ -242,22 +239,6 @@ fn stopped_call(pool: &Pool, grant: &Grant, call: usize) -> Result<(), Error> {
         3 => block_on(pool.read(grant, 0, &mut [0; 4096])),
         4 => pool.node_status().map(drop),
         _ => pool.fetch_and_add_blocking(grant, 128, 1).map(drop),
-    }
-}
-
-/// Waits until the threads of the node's process have stopped, the NIC's too.
-fn wait_until_stopped(node: &MemoryNode) -> Result<()> {
-    let tasks = format!("/proc/{}/task", node.pid());
-    loop {
-        let states = std::fs::read_dir(&tasks)?.map(|task| {
-            let stat = std::fs::read_to_string(task?.path().join("stat"))?;
-            let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
-            Ok(state == Some('T'))
-        });
-        if states.collect::<Result<Vec<_>>>()?.into_iter().all(|is_stopped| is_stopped) {
-            return Ok(());
-        }
-        std::thread::yield_now();
     }
 }
 

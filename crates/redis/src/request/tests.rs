@@ -86,9 +86,20 @@ fn line_end_behind_the_limit_is_refused_in_any_split() {
     bytes.push(b'\n');
     assert_eq!(parse(&bytes, bytes.len()).1, None);
     assert_eq!(parse(&bytes, 1000).0.len(), 1);
+    // The limit counts the bytes before the line end, which may still arrive.
+    assert_eq!(parse(&bytes[..64 << 10], 64 << 10).1, None);
     bytes.insert(0, b'x');
     assert_eq!(parse(&bytes, bytes.len()).1, Some(ProtocolError::InlineTooLong));
     assert_eq!(parse(&bytes, 1000).1, Some(ProtocolError::InlineTooLong));
+}
+
+#[test]
+fn largest_count_and_length_are_accepted() {
+    let parse = |bytes: &[u8]| parse(bytes, 7).1;
+    assert_eq!(parse(b"*1048576\r\n"), None);
+    assert_eq!(parse(b"*1048577\r\n"), Some(ProtocolError::Count));
+    assert_eq!(parse(b"*1\r\n$536870912\r\n"), None);
+    assert_eq!(parse(b"*1\r\n$536870913\r\n"), Some(ProtocolError::Length));
 }
 
 #[test]
