@@ -1,14 +1,16 @@
 //! What other threads see of a connection, and the mail that they send to it.
 
 use std::io::Write;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
 
 use parking_lot::Mutex;
 use redis_formats::command::bits::flag::WRITE;
 use redis_formats::command::{Command, Id, by_id};
 use redis_formats::reply::Protocol;
+use rustix::net::{Shutdown, shutdown};
 
 /// Flags of a connection.
 pub mod flag {
@@ -77,6 +79,8 @@ pub struct Client {
     pub local: Box<str>,
     /// Descriptor of the socket.
     pub fd: i32,
+    /// The socket, until the connection's task drops it.
+    socket: Weak<OwnedFd>,
     /// Index of the connection's thread.
     pub thread: usize,
     /// When the connection came, in milliseconds since 1970.
@@ -114,6 +118,7 @@ pub(crate) struct Origin {
     pub address: Box<str>,
     pub local: Box<str>,
     pub fd: i32,
+    pub socket: Weak<OwnedFd>,
     pub thread: usize,
     pub now_ms: u64,
     pub is_unix: bool,
@@ -126,8 +131,9 @@ impl Client {
     pub(crate) fn for_tests(id: u64) -> Arc<Self> {
         let user = Arc::from(&b"default"[..]);
         let (address, local) = ("a".into(), "b".into());
-        let (fd, thread, now_ms, is_unix) = (0, 0, 0, false);
-        Arc::new(Self::new(Origin { id, address, local, fd, thread, now_ms, is_unix, user }))
+        let (fd, socket, thread, now_ms, is_unix) = (0, Weak::new(), 0, 0, false);
+        let origin = Origin { id, address, local, fd, socket, thread, now_ms, is_unix, user };
+        Arc::new(Self::new(origin))
     }
 
     pub(crate) fn new(origin: Origin) -> Self {
@@ -136,6 +142,7 @@ impl Client {
             address: origin.address,
             local: origin.local,
             fd: origin.fd,
+            socket: origin.socket,
             thread: origin.thread,
             since_ms: origin.now_ms,
             waker: OnceLock::new(),
@@ -176,6 +183,16 @@ impl Client {
     pub fn kill(&self) {
         self.set(flag::KILLED);
         self.wake();
+    }
+
+    /// Ends the connection as [`Client::kill`] does, and shuts the socket down. The peer sees the
+    /// end of the stream at once, and not a reset at its next command.
+    pub fn hang_up(&self) {
+        self.kill();
+        if let Some(socket) = self.socket.upgrade() {
+            // An error says that the peer has gone already.
+            let _ = shutdown(&*socket, Shutdown::Both);
+        }
     }
 
     /// Has the connection look up its user again, before it takes its mail.

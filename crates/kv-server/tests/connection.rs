@@ -2,7 +2,7 @@
 
 mod common;
 
-use std::io::Write;
+use std::io::{Read, Write};
 
 use common::{Client, start};
 
@@ -256,6 +256,21 @@ fn thousand_connections_are_served_by_several_threads() {
     // Each connection is gone from the list when its end was noticed.
     let mut client = server.connect();
     while client.ask("client list").lines().count() > 1 {}
+}
+
+/// The peer of a connection that CLIENT KILL ends sees the end of the stream once the reply is
+/// there, whichever thread of the server has the connection.
+#[test]
+fn killed_connection_has_ended_before_the_reply() {
+    let server = start(&[("io-threads", "2")]);
+    let mut client = server.connect();
+    for _ in 0..200 {
+        let mut other = server.connect();
+        let id = other.ask("client id");
+        assert_eq!(client.ask(&format!("client kill id {id}")), "1");
+        other.stream.set_nonblocking(true).unwrap();
+        assert_eq!(other.stream.read(&mut [0]).unwrap(), 0);
+    }
 }
 
 #[test]

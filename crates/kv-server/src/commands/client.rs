@@ -180,9 +180,9 @@ fn kill_all<K: Keyspace>(cx: &mut Context<'_, K>, filter: &Filter<'_>) -> i64 {
         if client.id == own {
             cx.session.is_closing = true;
         } else {
-            // The connection is out of all lists before the reply.
+            // The connection is out of all lists, and its socket shut down, before the reply.
             cx.server().clients.remove(client);
-            client.kill();
+            client.hang_up();
         }
     }
     selected.len() as i64

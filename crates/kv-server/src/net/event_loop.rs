@@ -326,6 +326,7 @@ fn origin(accepted: &Accepted, worker: &Worker) -> Origin {
         address: accepted.peer.as_str().into(),
         local: accepted.local.as_str().into(),
         fd: accepted.fd.as_raw_fd(),
+        socket: Arc::downgrade(&accepted.fd),
         thread: worker.index,
         now_ms: worker.now_ms(),
         is_unix: accepted.is_unix,

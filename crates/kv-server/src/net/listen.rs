@@ -35,7 +35,7 @@ pub(crate) struct Listener {
 /// A socket that was accepted.
 #[derive(Debug)]
 pub(crate) struct Accepted {
-    pub fd: OwnedFd,
+    pub fd: Arc<OwnedFd>,
     pub peer: String,
     pub local: String,
     pub is_unix: bool,
@@ -82,7 +82,7 @@ impl Listener {
     ///
     /// `WouldBlock` if there is none.
     pub fn accept(&self, keepalive_s: u32) -> io::Result<Accepted> {
-        let fd = accept_with(&self.fd, FLAGS)?;
+        let fd = Arc::new(accept_with(&self.fd, FLAGS)?);
         if self.path.is_some() {
             let (peer, local) = (format!("{}:0", self.address), format!("{}:0", self.address));
             return Ok(Accepted { fd, peer, local, is_unix: true, is_local: true, tls: None });

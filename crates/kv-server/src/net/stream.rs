@@ -28,7 +28,7 @@ pub(crate) struct Taken {
 /// A socket.
 #[derive(Debug)]
 pub(crate) struct Stream {
-    fd: OwnedFd,
+    fd: Arc<OwnedFd>,
     tls: Option<Box<ServerConnection>>,
 }
 
@@ -36,7 +36,7 @@ impl Stream {
     /// # Errors
     ///
     /// The settings of TLS do not fit.
-    pub fn new(fd: OwnedFd, tls: Option<Arc<ServerConfig>>) -> Result<Self, rustls::Error> {
+    pub fn new(fd: Arc<OwnedFd>, tls: Option<Arc<ServerConfig>>) -> Result<Self, rustls::Error> {
         let tls = match tls {
             None => None,
             Some(config) => {
