@@ -230,6 +230,16 @@ impl Plan {
         seen
     }
 
+    /// Opens the queue. A member that hangs between an acquisition and its reply finds the lease
+    /// ended, and opens the queue again.
+    fn opened<T>(&self, open: impl Fn() -> Result<T, Error>) -> T {
+        let hangs = self.fault.is_some_and(|fault| fault.hang.is_some());
+        match open() {
+            Err(Error::Expired { .. }) if hangs => open().unwrap(),
+            result => result.unwrap(),
+        }
+    }
+
     fn produce(
         &self,
         connection: Connection<SimNic>,
@@ -241,7 +251,8 @@ impl Plan {
         if me + 1 == u64::from(self.producers) {
             fiber::sleep(Time::us(self.late_us));
         }
-        let mut producer = fiber::block_on(Producer::open(connection, &queue)).unwrap();
+        let mut producer =
+            self.opened(|| fiber::block_on(Producer::open(connection.clone(), &queue)));
         for number in 0..self.inserts {
             let payload = payload(me, number);
             record.borrow_mut().inserts.insert(payload, Insert { begun: now(), done: None });
@@ -269,8 +280,8 @@ impl Plan {
         is_closed: &Cell<bool>,
     ) {
         let patience = Duration::from_micros(self.patience_us);
-        let consumer = Consumer::open(connection, &queue, patience);
-        let mut consumer = fiber::block_on(consumer).unwrap();
+        let open = || Consumer::open(connection.clone(), &queue, patience);
+        let mut consumer = self.opened(|| fiber::block_on(open()));
         let mut idle = Time::ZERO;
         while idle < Time::from(patience) + GRACE {
             match fiber::block_on(consumer.take(MOST)) {
