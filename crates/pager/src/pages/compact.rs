@@ -224,3 +224,33 @@ impl<M: Memory> Pages<M> {
         self.note_room();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pages::model;
+
+    /// A page that compaction has moved leaves the shelf at once. Otherwise it would displace pages
+    /// that the program used recently.
+    #[test]
+    fn moved_page_leaves_the_shelf() {
+        // Two chunks, of which the first one keeps 8 pages and the second one 24.
+        let pages = model::remote_pages(512);
+        let kept = [0..8, 488..512];
+        pages.drop_range(kept[0].end..kept[1].start);
+        let (mut hand, mut pass) = (Hand::default(), Pass::default());
+        let mut moved = 0;
+        loop {
+            let step = pages.compact(&mut hand, &mut pass);
+            moved += step.moved;
+            if !step.more {
+                break;
+            }
+        }
+        assert_eq!(moved, 8);
+        let state = |page| pages.table.load(PageId(page)).state();
+        assert!(kept.into_iter().flatten().all(|page| state(page) == PageState::Remote));
+        assert_eq!(pages.state().shelf.clean(), 0);
+        pages.check_quiet(true);
+    }
+}

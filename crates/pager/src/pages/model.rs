@@ -3,9 +3,9 @@
 use crate::backing::Backing;
 use crate::config::LOCAL_BYTES_MIN;
 use crate::fingerprint::Fingerprints;
-use crate::memory::model::{ModelMemory, Odds};
-use crate::page_table::PageTable;
-use crate::pages::{Pages, Sizes};
+use crate::memory::model::{Bytes, ModelMemory, Odds};
+use crate::page_table::{Entry, PageId, PageTable, State};
+use crate::pages::{Hand, Pages, Sizes};
 use crate::policy::Name;
 use crate::sim::random::Random;
 use crate::stats::Stats;
@@ -25,4 +25,26 @@ pub(crate) fn pages() -> Pages<ModelMemory> {
     let prints = Fingerprints::new().expect("random numbers for the key");
     let policy = Name::default().policy(sizes.limit, PAGES, 1).expect("memory for the order");
     Pages::new(table, memory, backing, stats, sizes, prints, policy)
+}
+
+/// Pages of which the first `count`, each with another content, are in the pool.
+pub(crate) fn remote_pages(count: u32) -> Box<Pages<ModelMemory>> {
+    let pages = Box::new(pages());
+    pages.memory.watch(&pages.table);
+    for page in 0..count {
+        let mut content = Bytes::zeros();
+        content.0[0] = u64::from(page) + 1;
+        pages.memory.start_with(PageId(page), content);
+        pages.enter(PageId(page), Entry::resident(None));
+    }
+    let mut hand = Hand::default();
+    pages.take_out_range(&mut hand, 0..count);
+    pages.flush(&mut hand);
+    {
+        let mut state = pages.state();
+        let clean = state.shelf.clean();
+        pages.reclaim(&mut state, clean);
+    }
+    (0..count).for_each(|page| assert_eq!(pages.table.load(PageId(page)).state(), State::Remote));
+    pages
 }
