@@ -304,3 +304,34 @@ impl<M: Memory> Pages<M> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pages::{Request, model};
+    use crate::stream::Advice;
+
+    /// A page that was read ahead and that the program drops counts as wasted. Otherwise the
+    /// prefetcher would wait for its use for ever.
+    #[test]
+    fn page_that_was_read_ahead_and_dropped_is_wasted() {
+        let pages = model::remote_pages(64);
+        let mut hand = Hand::default();
+        let request = Request {
+            page: PageId(0),
+            address: 0,
+            thread: 1,
+            write: false,
+            bounds: 0..64,
+            advice: Advice::Sequential,
+            over_limit: false,
+            alone: false,
+        };
+        assert_eq!(pages.fault(&mut hand, &request), 1);
+        pages.wait_flights(&mut hand);
+        pages.drop_range(1..64);
+        let counters = pages.state().streams.counters();
+        assert!(counters.issued > 0, "{counters:?}");
+        assert_eq!(counters.wasted, counters.issued, "{counters:?}");
+    }
+}
