@@ -82,3 +82,57 @@ impl<N: Nic> Client<N> {
         }))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use scheme::{GroupId, Others, Right, Sharing};
+
+    use super::*;
+    use crate::patronus::message::{AskTerms, Granted, Lifetime, ObjectId};
+
+    /// A reply that grants `permission` to the request with this number.
+    fn granting(number: u64, permission: PermissionNumber) -> [u8; REPLY_BYTES] {
+        let granted = Granted {
+            object: ObjectId { entry: 5, generation: 1 },
+            permission,
+            address: 4096,
+            waited_us: 0,
+            word: Lifetime(0),
+            lanes: 0,
+            keys: Default::default(),
+            header: None,
+        };
+        Reply { number, outcome: Outcome::Granted(granted), entry: 5.into() }.to_bytes()
+    }
+
+    /// A late grant is kept for its return, whichever request it answers. A grant that no
+    /// unanswered request has is not.
+    #[test]
+    fn late_grants_are_kept_for_their_return() {
+        let terms = AskTerms {
+            group: GroupId(0),
+            right: Right::Write,
+            sharing: Sharing::Exclusive,
+            lease_us: 1,
+            wait_us: 0,
+        };
+        let object = ObjectId { entry: 5, generation: 1 };
+        let permission = PermissionNumber::new(1, 0);
+        let late = Late::default();
+        late.note(1, &Ask::Allocate { terms, bytes: 64, others: Others::None });
+        late.note(2, &Ask::Acquire { terms, object, offset: 0, len: 64 });
+        late.note(3, &Ask::Renew { permission, lease_us: 1 });
+        let reply = |number| granting(number, PermissionNumber::new(10 + number, 0));
+        late.take(&[1, 2, 3, 4].map(reply));
+        let kept: Vec<_> = late.granted.lock().drain(..).collect();
+        assert!(matches!(kept[0], LateGrant::Object { entry: 5, address: 4096 }));
+        let serials = kept[1..].iter().map(|grant| match grant {
+            LateGrant::Permission(number) => number.serial(),
+            LateGrant::Object { .. } => panic!("a permission is given back as an object"),
+        });
+        assert_eq!(serials.collect::<Vec<_>>(), [12, 13]);
+        // The connection of these requests is closed.
+        late.take(&[reply(1)]);
+        assert!(late.granted.lock().is_empty());
+    }
+}
