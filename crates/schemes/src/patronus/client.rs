@@ -554,3 +554,6 @@ fn named(attempt: &'static str, outcome: Outcome) -> Result<Outcome, Error> {
 fn unexpected(attempt: &str, outcome: Outcome) -> Error {
     protocol(attempt, format!("the reply {outcome:?} is not one to this request"))
 }
+
+#[cfg(test)]
+mod tests;
