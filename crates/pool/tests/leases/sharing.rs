@@ -5,7 +5,9 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use pool::join::join;
 use pool::{Error, LeaseTerms, MultiPool, Object, Others, Placement, Pool, Right};
+use verbs::executor::block_on;
 
 use crate::bed::*;
 
@@ -168,6 +170,28 @@ fn waiting_requests_are_granted_first_come_first_served() {
                 holder = (&b, permission);
             }
             holder.0.revoke_blocking(&holder.1).unwrap();
+        });
+        a.free_object_blocking(&object).unwrap();
+    });
+}
+
+/// A compute node sends no more waiting requests than the memory node admits.
+#[test]
+fn requests_beyond_the_waiting_ones_wait_at_home() {
+    let credits = |settings: pool::Settings| pool::Settings { credits: 4, ..settings };
+    each_with(credits, |bed| {
+        let (a, b) = (bed.connect(OURS), bed.connect(OURS));
+        let terms = LeaseTerms::exclusive(LONG);
+        let (object, first) = a.allocate_object_blocking(64, Others::Write, &terms).unwrap();
+        thread::scope(|scope| {
+            let waiters = scope.spawn(|| {
+                let use_it = async |_| b.revoke(&b.acquire(&object, &terms).await?).await;
+                block_on(join((0..8).map(use_it), 8))
+            });
+            until_waiting(&a, 2);
+            a.revoke_blocking(&first).unwrap();
+            let results = waiters.join().unwrap();
+            assert!(results.iter().all(Result::is_ok), "{results:?}");
         });
         a.free_object_blocking(&object).unwrap();
     });
