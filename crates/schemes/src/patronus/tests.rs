@@ -1,16 +1,18 @@
 //! Tests of the memory node's turns. The test posts requests by hand on the inline NIC, and its
 //! thread is the memory node's CPU, so that it knows what one turn takes.
 
+mod turns;
+
 use std::time::Duration;
 
 use rnic::nic::SoftNic;
 use scheme::{
-    ClientId, ConnectRequest, GroupId, LeaseStatus, NodeScheme, NodeSettings, Others, Right,
-    Scheme, Sharing,
+    ClientId, ConnectRequest, DomainToken, GroupId, LeaseStatus, NodeScheme, NodeSettings, Others,
+    Right, Scheme, Sharing,
 };
 use verbs::{
-    Access, Completion, CompletionQueue, CqAttr, MemoryRegion, Nic, Op, QpAttr, Qpn, QueuePair,
-    Receive, ReceiveAttr, ReceiveRequest, Status, WorkRequest,
+    Access, Completion, CompletionQueue, CqAttr, MemoryRegion, Nic, Op, QpAttr, QpChange, Qpn,
+    QueuePair, Receive, ReceiveAttr, ReceiveRequest, Status, WorkRequest,
 };
 
 use super::message::{
@@ -38,6 +40,15 @@ struct Hand {
 
 impl Hand {
     fn join(nic: &SoftNic, node: &mut Node<SoftNic>, settings: &NodeSettings, id: u32) -> Self {
+        Self::join_in(nic, node, settings, (id, None))
+    }
+
+    fn join_in(
+        nic: &SoftNic,
+        node: &mut Node<SoftNic>,
+        settings: &NodeSettings,
+        (id, domain): (u32, Option<DomainToken>),
+    ) -> Self {
         let pd = nic.alloc_pd().unwrap();
         let cq = nic.create_cq(CqAttr { entries: 256, ignore_overrun: false }).unwrap();
         let qp = |receive, access| {
@@ -53,6 +64,7 @@ impl Hand {
         let request = ConnectRequest {
             management: vec![management.qpn().raw()],
             groups: vec![access.iter().map(|qp| qp.qpn().raw()).collect()],
+            domain,
             ..ConnectRequest::default()
         };
         let admitted = node.admit(ClientId(id), &request).unwrap();
@@ -64,10 +76,23 @@ impl Hand {
     fn ask(&mut self, ask: Ask) {
         let to = [self.memory.sge(self.asked * REPLY_BYTES, REPLY_BYTES as u32)];
         self.qp.post_recv(&ReceiveRequest { id: 1, to: &to }).unwrap();
+        self.send(ask);
+        self.asked += 1;
+    }
+
+    /// Sends a request without a receive for its reply.
+    fn send(&self, ask: Ask) {
         let data = Request { number: self.asked as u64, ask }.to_bytes();
         let op = Op::SendInline { data: &data };
         self.qp.post_send(&[WorkRequest { id: 2, op, signaled: true }]).unwrap();
-        self.asked += 1;
+    }
+
+    /// Connects again to the memory node's QP. Requests without reply are lost.
+    fn reconnect(&mut self, qpn: u32) {
+        self.qp.modify(QpChange::Reset).unwrap();
+        self.qp.connect(Qpn::new(qpn)).unwrap();
+        while self.cq.poll(&mut [Completion::EMPTY; 64]) > 0 {}
+        self.asked = 0;
     }
 
     /// The outcomes of all requests, in their order. All must be answered.
