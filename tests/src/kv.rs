@@ -5,11 +5,12 @@ use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
-use rustix::process::{Pid, Signal, kill_process};
+use anyhow::{Result, ensure};
+use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::node::{granary, start_and_wait_ready};
+use crate::signals;
 
 /// A test fails if a reply takes longer.
 pub const PATIENCE: Duration = Duration::from_secs(60);
@@ -57,8 +58,7 @@ impl Server {
 
     /// Sends a signal to the process.
     pub fn signal(&self, signal: Signal) -> Result<()> {
-        let pid = Pid::from_raw(self.child.id() as i32).context("no process id")?;
-        Ok(kill_process(pid, signal)?)
+        signals::signal(self.child.id() as i32, signal)
     }
 }
 

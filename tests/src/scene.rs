@@ -7,11 +7,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use pool::protocol::{Reply, Request};
+use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::control::Control;
 use crate::hosts::{Hosts, V4};
 use crate::node::{MemoryNode, granary};
+use crate::signals;
 
 /// Time limit of an attack.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -95,11 +97,8 @@ impl Process {
     }
 
     /// Sends the process a signal.
-    pub fn signal(&self, signal: i32) -> Result<()> {
-        // SAFETY: kill takes no pointers; the child was not reaped, so its process id is valid.
-        let sent = unsafe { libc::kill(self.pid(), signal) };
-        ensure!(sent == 0, "signalling {}: {}", self.name, std::io::Error::last_os_error());
-        Ok(())
+    pub fn signal(&self, signal: Signal) -> Result<()> {
+        signals::signal(self.pid(), signal).with_context(|| self.name.clone())
     }
 
     /// Writes a line to the standard input of the process.
@@ -175,8 +174,7 @@ impl NicProcess {
 impl Drop for NicProcess {
     fn drop(&mut self) {
         // SIGTERM and not SIGKILL, so that the NIC process removes its socket.
-        // SAFETY: kill takes no pointers; the child was not reaped, so its process id is valid.
-        unsafe { libc::kill(self.child.id() as i32, libc::SIGTERM) };
+        let _ = signals::signal(self.child.id() as i32, Signal::TERM);
         let _ = self.child.wait();
     }
 }

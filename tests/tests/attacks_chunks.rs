@@ -4,6 +4,7 @@
 use anyhow::{Result, ensure};
 use granary_tests::node::full;
 use granary_tests::scene::{Programs, Scene};
+use rustix::process::Signal;
 use serde_json::Value;
 
 const PROGRAMS: Programs =
@@ -254,14 +255,14 @@ fn stopped_client_does_not_delay_others() -> Result<()> {
         let mut stopped = scene.hostile("in-flight", &[])?;
         stopped.send_line("go")?;
         stopped.report()?;
-        stopped.signal(libc::SIGSTOP)?;
+        stopped.signal(Signal::STOP)?;
         scene.mark()?;
         std::thread::sleep(std::time::Duration::from_millis(200));
         scene.victims_worked()?;
         if kill {
-            stopped.signal(libc::SIGKILL)?;
+            stopped.signal(Signal::KILL)?;
         } else {
-            stopped.signal(libc::SIGCONT)?;
+            stopped.signal(Signal::CONT)?;
             stopped.send_line("go on")?;
             stopped.report()?;
             stopped.end()?;

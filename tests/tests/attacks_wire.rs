@@ -9,6 +9,7 @@ use anyhow::{Result, ensure};
 use granary_tests::hosts::{Hosts, Impairment};
 use granary_tests::node::full;
 use granary_tests::scene::{Programs, Scene};
+use rustix::process::Signal;
 use serde_json::Value;
 
 const PROGRAMS: Programs =
@@ -137,7 +138,7 @@ fn clients_stopped_and_killed_lose_no_chunk() -> Result<()> {
         let mut dying = scene.hostile("in-flight", &[])?;
         dying.send_line("go")?;
         dying.report()?;
-        dying.signal(libc::SIGSTOP)?;
+        dying.signal(Signal::STOP)?;
         scene.victims_worked()?;
         dying.kill()?;
     }

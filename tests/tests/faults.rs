@@ -5,7 +5,7 @@ use std::io::Write;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use granary_tests::node::{MemoryNode, granary};
 use granary_tests::pager::{Running, Scratch};
 use granary_tests::run::{NodeKind, Site, name_of, processes_of};

@@ -240,13 +240,7 @@ fn store_goes_on_after_its_memory_node_was_stopped() -> Result<()> {
     signal(node.pid(), Signal::STOP)?;
     let mut other = server.connect()?;
     assert_eq!(other.ask("SELECT 1")?, "+OK");
-    let mut seven = 7;
-    let reply = loop {
-        match other.ask("INCR key:7")? {
-            reply if reply.starts_with(':') => seven += 1,
-            reply => break reply,
-        }
-    };
+    let reply = other.ask("INCR key:7")?;
     ensure!(reply.starts_with("-UNCERTAIN "), "{reply}");
     let reply = other.ask("GET key:8")?;
     ensure!(reply.starts_with("-MASTERDOWN "), "{reply}");
@@ -258,7 +252,7 @@ fn store_goes_on_after_its_memory_node_was_stopped() -> Result<()> {
     assert_eq!(other.ask("DBSIZE")?, ":200");
     // The write without an answer has taken effect, or not; it has not taken effect twice.
     let now = other.ask("INCRBY key:7 0")?;
-    ensure!(now == format!(":{seven}") || now == format!(":{}", seven + 1), "{now}, {seven}");
+    ensure!([":7", ":8"].contains(&&*now), "{now}");
     for key in 8..200 {
         assert_eq!(other.ask(&format!("INCRBY key:{key} 1"))?, format!(":{}", key + 1));
     }
@@ -284,7 +278,8 @@ fn changed_pool_timeout_reaches_the_library() -> Result<()> {
     assert_eq!(connection.ask("SET a 1")?, "+OK");
     assert_eq!(connection.ask("CONFIG SET pool-timeout 1")?, "+OK");
     signal(node.pid(), Signal::STOP)?;
-    while !connection.ask("INCR a")?.starts_with('-') {}
+    let reply = connection.ask("INCR a")?;
+    ensure!(reply.starts_with('-'), "{reply}");
     // With the limit of the start this line would come after an hour.
     let name = node.socket.display().to_string();
     let is_named = |line: &str| line.contains(&name) && line.contains("not answered for 1 s");

@@ -12,6 +12,7 @@ use granary_tests::pager::Scratch;
 use granary_tests::record::{BYTES, Contents, DOMAIN, Record, to_text, write_token};
 use granary_tests::scene::{Process, check_all_chunks_free};
 use pool::{Error, LeaseTerms, Object, Options, Others, Permission, Pool};
+use rustix::process::Signal;
 use serde_json::Value;
 use units::Random;
 
@@ -270,12 +271,12 @@ fn stopped_holder_over_an_impaired_link_writes_nothing_after_its_lease() -> Resu
 fn stop_holder(mut bed: Bed) -> Result<()> {
     for round in 0..if full() { 100 } else { 2 } {
         let mut stopped = bed.start_holding("hang", &[])?;
-        stopped.signal(libc::SIGSTOP)?;
+        stopped.signal(Signal::STOP)?;
         let permission = bed.outlast(2)?;
         let record = Record::new(&bed.pool, &permission);
         ensure!(record.repair()?, "round {round}: the holder was not in the middle of an update");
         let before = record.update(0, || Ok(()))?;
-        stopped.signal(libc::SIGCONT)?;
+        stopped.signal(Signal::CONT)?;
         stopped.send_line("go on")?;
         let report = stopped.report()?;
         ensure!(report["ended"] == "expired", "round {round}: {report}");
@@ -309,12 +310,12 @@ fn stop_flood(mut bed: Bed, name: &str) -> Result<u64> {
     for round in 0..if full() { 100 } else { 2 } {
         let mut stopped = bed.start_holding("flood", &[])?;
         thread::sleep(Duration::from_micros(random.below(bed.lease.as_micros() as u64 / 4)));
-        stopped.signal(libc::SIGSTOP)?;
+        stopped.signal(Signal::STOP)?;
         let permission = bed.outlast(10)?;
         let record = Record::new(&bed.pool, &permission);
         ensure!(record.repair()?, "round {round}: the holder was not in the middle of an update");
         let before = record.update(0, || Ok(()))?;
-        stopped.signal(libc::SIGCONT)?;
+        stopped.signal(Signal::CONT)?;
         let report = stopped.report()?;
         ensure!(report["ended"] == "expired", "round {round}: {report}");
         ensure!(record.check()? == before, "round {round}: the record has changed");
@@ -345,10 +346,10 @@ fn stop_at_random(mut bed: Bed, name: &str, rounds: u64) -> Result<()> {
     let start = Instant::now();
     for _ in 0..rounds {
         pause(&mut random, bed.lease);
-        stopped.holders[0].signal(libc::SIGSTOP)?;
+        stopped.holders[0].signal(Signal::STOP)?;
         living.work(2)?;
         pause(&mut random, bed.lease);
-        stopped.holders[0].signal(libc::SIGCONT)?;
+        stopped.holders[0].signal(Signal::CONT)?;
         living.work(1)?;
         stopped.work(1)?;
     }
