@@ -3,7 +3,7 @@
 
 use std::io::Write;
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use granary_tests::node::{MemoryNode, granary};
@@ -117,6 +117,42 @@ fn shortly_stopped_node_costs_a_paged_program_time_only() -> Result<()> {
         checking.join().map_err(|_| anyhow::anyhow!("the check panics"))
     })?;
     ensure!(code == Some(0), "{code:?}: {stdout} {stderr}");
+    Ok(())
+}
+
+/// A program under a command that is stopped goes on, forks and starts another program. The command
+/// reports its end when the command goes on.
+#[test]
+fn stopped_command_does_not_stop_its_program() -> Result<()> {
+    let site = Site::new(NodeKind::Private, "faults-command", 8 << 20, "256MiB");
+    let done = site.scratch.0.join("done");
+    let after = format!(
+        "if pid == 0:\n    check()\n    os._exit(0)\n\
+        sys.stdin.readline()\n\
+        os.waitpid(pid, 0)\n\
+        check()\n\
+        os.system('/bin/echo shell')\n\
+        open({done:?}, 'w').close()\n\
+        sys.exit(3)\n"
+    );
+    let mut command = site.command("/usr/bin/python3", &["-c", &forking(&after)]);
+    let mut running = Running::start(command.stdin(Stdio::piped()));
+    let mut input = running.input();
+    wait_for_readers(&running, 2)?;
+    signal(running.pid() as i32, Signal::STOP)?;
+    input.write_all(b"go\ngo\n")?;
+    drop(input);
+    let until = Instant::now() + Duration::from_secs(120);
+    while !done.exists() {
+        ensure!(Instant::now() < until, "the program does not go on");
+        ensure!(!running.ends_within(Duration::from_millis(5)), "the command is stopped");
+    }
+    signal(running.pid() as i32, Signal::CONT)?;
+    let outcome = running.finish();
+    ensure!(outcome.code == 3, "{}: {}", outcome.code, outcome.stderr);
+    ensure!(right_sums(&outcome.stdout) == 2, "{outcome:?}");
+    let text = String::from_utf8_lossy(&outcome.stdout).into_owned();
+    ensure!(text.lines().any(|line| line == "shell"), "{text}");
     Ok(())
 }
 
