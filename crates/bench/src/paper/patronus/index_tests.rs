@@ -1,9 +1,15 @@
 //! Quick simulated runs of RACE over permissions.
 
-use super::{PAPER, hash, resize};
+use super::contenders::{COMPUTE_NODES, CORES, PATRONUS};
+use super::{IndexWork, PAPER, Task, hash, resize};
+use crate::paper::load::{Load, Work};
 use crate::paper::results::Results;
+use crate::paper::simulated::SimulatedCluster;
+use crate::paper::testbed::Testbed;
 use crate::paper::tests::simulated;
+use ::kv::SplitLock;
 use bench_report::record::{Setting, Statistic};
+use sim::Params;
 
 fn find(results: &Results, metric: &str, matches: impl Fn(&Setting) -> bool) -> f64 {
     results.find(metric, Statistic::Mean, matches).expect("a measured point")
@@ -47,4 +53,37 @@ fn regions_are_slower_than_windows_for_an_index() {
         };
         assert!(rate("patronus") > 2.0 * rate("patronus-mr"), "{workload}");
     }
+}
+
+/// The time of an allocation of windows does not matter, if none is allocated during the operations.
+#[test]
+fn windows_are_allocated_before_the_operations_of_the_index() {
+    let contender = PATRONUS.expiring(PATRONUS.name);
+    let rate = |alloc_window_ns: f64| {
+        let work = IndexWork {
+            task: Task::Operate { read_percent: 100 },
+            keys: 500,
+            block_bytes: 4096,
+            groups: 85,
+            entry_unit: hash::entry_unit(&contender),
+            lease_us: 200,
+            revokes: false,
+            lock: SplitLock::Exclusive,
+            split_lease_us: 20_000,
+        };
+        let load = Load {
+            chunk_bytes: hash::CHUNK_BYTES,
+            cores: CORES,
+            compute_nodes: COMPUTE_NODES,
+            threads: 12 * u32::from(COMPUTE_NODES),
+            node_options: contender.options(),
+            ..Load::new(contender.scheme, Work::Index(work), 60)
+        };
+        let params = Params::patronus().with("node_cpu.alloc_window", alloc_window_ns);
+        let cluster = SimulatedCluster::new(params.expect("a parameter of the file"), 1);
+        cluster.run(&load).expect("the operations end").rate_per_s
+    };
+    // Each client has a dozen of permissions open at once, far fewer than windows.
+    let (slow, free) = (rate(100_000.0), rate(0.0));
+    assert!(slow > 0.9 * free, "{slow} operations a second, {free} with windows that take no time");
 }
