@@ -96,14 +96,13 @@ impl<M: Memory> Pages<M> {
     /// Drops the page of a position. A position in flight becomes blank at the end of its flight.
     fn drop_shelved(&self, state: &mut State, position: Position) {
         let record = *state.shelf.record(position);
-        match state.shelf.used(position) {
+        let used = state.shelf.used(position);
+        match used {
             Use::Fetching(flight, entry) | Use::Writing(flight, entry) => {
                 if state.flights.note_dropped(flight, entry) {
                     // The end of the flight does not wake the threads that wait for a dropped page.
                     state.late_wakes.push(record.page);
                 }
-                // No later event counts this page for its window.
-                state.shelf.record_mut(position).window = None;
             }
             Use::Clean | Use::Dirty => {
                 state.shelf.set(position, Use::Blank);
@@ -113,7 +112,8 @@ impl<M: Memory> Pages<M> {
                 unreachable!("the position of a shelved page holds it")
             }
         }
-        if let Some(window) = record.window {
+        // The end of a READ counts the page itself: the window has no pages before.
+        if let (Some(window), false) = (record.window, matches!(used, Use::Fetching(..))) {
             state.streams.reclaimed(window, 1);
         }
     }
@@ -311,27 +311,33 @@ mod tests {
     use crate::pages::{Request, model};
     use crate::stream::Advice;
 
-    /// A page that was read ahead and that the program drops counts as wasted. Otherwise the
-    /// prefetcher would wait for its use for ever.
+    /// A page that was read ahead and that the program drops counts as wasted, also one that is
+    /// dropped before its READ ends. Otherwise the prefetcher would wait for its use for ever.
     #[test]
     fn page_that_was_read_ahead_and_dropped_is_wasted() {
-        let pages = model::remote_pages(64);
-        let mut hand = Hand::default();
-        let request = Request {
-            page: PageId(0),
-            address: 0,
-            thread: 1,
-            write: false,
-            bounds: 0..64,
-            advice: Advice::Sequential,
-            over_limit: false,
-            alone: false,
-        };
-        assert_eq!(pages.fault(&mut hand, &request), 1);
-        pages.wait_flights(&mut hand);
-        pages.drop_range(1..64);
-        let counters = pages.state().streams.counters();
-        assert!(counters.issued > 0, "{counters:?}");
-        assert_eq!(counters.wasted, counters.issued, "{counters:?}");
+        for is_in_flight in [false, true] {
+            let pages = model::remote_pages(64);
+            let mut hand = Hand::default();
+            let request = Request {
+                page: PageId(0),
+                address: 0,
+                thread: 1,
+                write: false,
+                bounds: 0..64,
+                advice: Advice::Sequential,
+                over_limit: false,
+                alone: false,
+            };
+            assert_eq!(pages.fault(&mut hand, &request), 1);
+            if !is_in_flight {
+                pages.wait_flights(&mut hand);
+            }
+            assert_eq!(pages.state().streams.in_flight() > 0, is_in_flight);
+            pages.drop_range(1..64);
+            pages.wait_flights(&mut hand);
+            let counters = pages.state().streams.counters();
+            assert!(counters.issued > 0, "{counters:?}");
+            assert_eq!(counters.wasted, counters.issued, "in flight: {is_in_flight}: {counters:?}");
+        }
     }
 }

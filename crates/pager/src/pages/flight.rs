@@ -508,6 +508,7 @@ impl<M: Memory> Pages<M> {
         let (waited, window, direction) = (flight.waited, flight.window, flight.direction);
         flight.phase = Phase::Free;
         hand.woken.clear();
+        let mut wasted = 0;
         for entry in &entries {
             match entry.fate {
                 Fate::Land => {
@@ -520,6 +521,7 @@ impl<M: Memory> Pages<M> {
                     }
                 }
                 Fate::Dropped => {
+                    wasted += u32::from(state.shelf.record(entry.position).window.is_some());
                     state.shelf.set(entry.position, Use::Blank);
                     self.free_slot(entry.slot);
                 }
@@ -535,6 +537,9 @@ impl<M: Memory> Pages<M> {
         }
         if let Some(window) = window {
             state.streams.arrived(window, pages);
+            if wasted > 0 {
+                state.streams.reclaimed(window, wasted);
+            }
         }
         waited
     }
