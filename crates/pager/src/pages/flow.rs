@@ -337,8 +337,7 @@ impl<M: Memory> Pages<M> {
                     return;
                 }
             }
-            while self.post_write(hand) > 0 {}
-            self.wait_flights(hand);
+            self.write_all(hand);
             let clean = {
                 let mut state = self.state();
                 let clean = state.shelf.clean();
@@ -347,6 +346,21 @@ impl<M: Memory> Pages<M> {
             self.wake_late();
             self.discard_blank(clean);
         }
+    }
+
+    /// Writes back the pages that are dirty now, and waits for the transfers.
+    ///
+    /// These pages may need more WRITEs than can start at once: with a small bound, all WRITEs in
+    /// flight together hold fewer pages than a batch, and others may be in flight already. Pages
+    /// that other threads make dirty meanwhile do not extend the work.
+    fn write_all(&self, hand: &mut Hand) {
+        let writes = self.state().shelf.dirty().div_ceil(self.sizes.window);
+        for _ in 0..writes {
+            if self.post_write(hand) == 0 && self.wait_write(hand) {
+                self.post_write(hand);
+            }
+        }
+        self.wait_flights(hand);
     }
 
     /// Makes the pages of a range the next victims, if they are resident.
@@ -591,5 +605,36 @@ impl<M: Memory> Pages<M> {
                 self.memory.pause();
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pages::model;
+
+    /// Pages that the program does not need leave local memory, however many WRITEs that takes.
+    #[test]
+    fn pages_that_are_taken_out_are_written_and_reclaimed() {
+        for count in [1, 48, 64, 65, 800] {
+            let pages = model::resident_pages(count);
+            pages.take_out_range(&mut Hand::default(), 0..count);
+            assert_eq!(pages.present(), 0, "of {count} pages");
+            pages.check_quiet(true);
+        }
+    }
+
+    /// WRITEs that are in flight already do not keep pages in local memory.
+    #[test]
+    fn pages_are_taken_out_while_no_write_can_start() {
+        let pages = model::resident_pages(64);
+        let mut hand = Hand::default();
+        let written = pages.sizes.writes * pages.sizes.window;
+        assert_eq!(pages.take_out(&mut hand, written), TakenOut::Pages(written));
+        while pages.post_write(&mut hand) > 0 {}
+        assert_eq!(pages.state().flights.writing(), written);
+        pages.take_out_range(&mut hand, 0..64);
+        assert_eq!(pages.present(), 0);
+        pages.check_quiet(true);
     }
 }

@@ -27,8 +27,8 @@ pub(crate) fn pages() -> Pages<ModelMemory> {
     Pages::new(table, memory, backing, stats, sizes, prints, policy)
 }
 
-/// Pages of which the first `count`, each with another content, are in the pool.
-pub(crate) fn remote_pages(count: u32) -> Box<Pages<ModelMemory>> {
+/// Pages of which the first `count`, each with another content, are resident.
+pub(crate) fn resident_pages(count: u32) -> Box<Pages<ModelMemory>> {
     let pages = Box::new(pages());
     pages.memory.watch(&pages.table);
     for page in 0..count {
@@ -37,14 +37,13 @@ pub(crate) fn remote_pages(count: u32) -> Box<Pages<ModelMemory>> {
         pages.memory.start_with(PageId(page), content);
         pages.enter(PageId(page), Entry::resident(None));
     }
-    let mut hand = Hand::default();
-    pages.take_out_range(&mut hand, 0..count);
-    pages.flush(&mut hand);
-    {
-        let mut state = pages.state();
-        let clean = state.shelf.clean();
-        pages.reclaim(&mut state, clean);
-    }
+    pages
+}
+
+/// Pages of which the first `count`, each with another content, are in the pool.
+pub(crate) fn remote_pages(count: u32) -> Box<Pages<ModelMemory>> {
+    let pages = resident_pages(count);
+    pages.take_out_range(&mut Hand::default(), 0..count);
     (0..count).for_each(|page| assert_eq!(pages.table.load(PageId(page)).state(), State::Remote));
     pages
 }
