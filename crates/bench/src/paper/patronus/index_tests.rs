@@ -55,7 +55,7 @@ fn regions_are_slower_than_windows_for_an_index() {
     }
 }
 
-/// The time of an allocation of windows does not matter, if none is allocated during the operations.
+/// The time of an allocation of windows does not matter if none is allocated during the operations.
 #[test]
 fn windows_are_allocated_before_the_operations_of_the_index() {
     let contender = PATRONUS.expiring(PATRONUS.name);
