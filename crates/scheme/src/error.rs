@@ -93,6 +93,21 @@ pub enum Error {
         /// The limit that was reached.
         why: String,
     },
+    /// Each attempt at a request was undone by a change of another client, or by another request of
+    /// this one.
+    ///
+    /// Without a hostile or faulty client, so many attempts in a row do not fail. What the request
+    /// had changed goes back at a later request of this compute node; at the latest, the memory
+    /// node takes it back when this compute node has ended.
+    #[error("{attempt}: given up after {attempts} attempts: {why}")]
+    Contended {
+        /// The operation that failed.
+        attempt: String,
+        /// Number of attempts.
+        attempts: u32,
+        /// The change that undid the attempts, and the next step.
+        why: String,
+    },
     /// The memory node's NIC refused an access: the key is dead, or is bound to another QP.
     #[error("{op}: refused by the memory node's NIC: {status}")]
     Access {

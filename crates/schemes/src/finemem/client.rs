@@ -6,6 +6,7 @@
 //! quarantine.
 
 use std::collections::HashMap;
+use std::fmt::Display;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -27,7 +28,7 @@ use super::log::Capability;
 use super::map::Map;
 use super::options::{Metadata, Options};
 use super::release::Release;
-use super::tree::{BATCH, Verbs};
+use super::tree::{BATCH, Changed, REPEATS_MAX, Repeats, Verbs};
 
 /// Bytes for the results of the verbs of a request in flight.
 const SLOT_BYTES: usize = 8 * BATCH;
@@ -36,6 +37,11 @@ const SLOT_BYTES: usize = 8 * BATCH;
 const BLOCKS: u32 = 8;
 /// Maximum number of scan requests of one allocation, as long as each scan ends any quarantine.
 const SCAN_REQUESTS_MAX: u32 = 64;
+/// Attempts at a free, each of which another client has to undo.
+///
+/// Only the scan changes the capability of a block that is in use, and only once. An attempt may
+/// wait for a scan of all entries, so the bound is small.
+pub(super) const FREE_ATTEMPTS: u32 = 64;
 
 /// The scheme's client on the NIC `N`.
 pub struct Client<N: Nic> {
@@ -117,7 +123,15 @@ impl<N: Nic> Client<N> {
     pub(super) async fn session(&self, attempt: &'static str) -> Result<Session<'_, N>, Error> {
         let metadata = self.terms(attempt)?.metadata;
         let credit = self.queue.slot().await;
-        Ok(Session { client: self, credit, metadata, attempt, spent: AttemptCost::default() })
+        let repeats = Repeats::default();
+        Ok(Session {
+            client: self,
+            credit,
+            metadata,
+            attempt,
+            spent: AttemptCost::default(),
+            repeats,
+        })
     }
 
     /// Sends a scan request to the memory node's CPU and waits for the answer: the number of
@@ -265,7 +279,7 @@ impl<N: Nic> Client<N> {
         let (map, user) = self.map(attempt)?;
         let at = map.shape().capability(entry);
         let Some(mut seen) = self.held(entry, key) else { return Ok(false) };
-        loop {
+        for _ in 0..FREE_ATTEMPTS {
             if seen.lacks_backup() {
                 // No scan has run since the block was last freed.
                 self.request_scan(attempt, CHUNK_ORDER).await?;
@@ -292,6 +306,20 @@ impl<N: Nic> Client<N> {
             }
             seen = Capability::parse(found);
         }
+        Err(undone(attempt, FREE_ATTEMPTS, &format_args!("the keys of block {entry}")))
+    }
+}
+
+/// The error of a request whose attempts were undone by changes of `word`, last of all.
+#[cold]
+fn undone(attempt: &str, attempts: u32, word: &dyn Display) -> Error {
+    Error::Contended {
+        attempt: attempt.into(),
+        attempts,
+        why: format!(
+            "another compute node changed the metadata before each of them, and {word} before the \
+             last one; end the compute node that does so for ever, and try again"
+        ),
     }
 }
 
@@ -302,6 +330,7 @@ pub(super) struct Session<'a, N: Nic> {
     metadata: Remote,
     attempt: &'static str,
     spent: AttemptCost,
+    repeats: Repeats,
 }
 
 impl<N: Nic> Session<'_, N> {
@@ -325,6 +354,13 @@ impl<N: Nic> Session<'_, N> {
 
 impl<N: Nic> Verbs for Session<'_, N> {
     type Error = Error;
+
+    fn repeat(&self, word: Changed) -> Result<(), Error> {
+        match self.repeats.may_repeat() {
+            true => Ok(()),
+            false => Err(undone(self.attempt, REPEATS_MAX, &word)),
+        }
+    }
 
     async fn read(&self, at: Word, out: &mut [u64]) -> Result<(), Error> {
         let to = [self.client.scratch.sge(self.slot(0), 8 * out.len() as u32)];

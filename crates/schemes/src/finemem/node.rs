@@ -311,6 +311,7 @@ impl<N: Nic> Node<N> {
     }
 
     fn run_background_work(&mut self) -> Result<bool, Error> {
+        self.words.begin_turn();
         let mut done = self.repair_after_abort()?;
         done |= self.reclaim_departed()?;
         done |= self.continue_scan()?;

@@ -13,13 +13,15 @@ use scheme::Error;
 use verbs::{DmaMemory, PrefetchFor};
 
 use super::layout::Word;
-use super::tree::Verbs;
+use super::tree::{Changed, Repeats, Verbs};
 
 /// The metadata, accessed by the memory node's CPU.
 pub(super) struct Words {
     memory: DmaMemory,
     /// Remaining steps of background work before it is aborted.
     left: AtomicU64,
+    /// Failed CASes of the present turn.
+    repeats: Repeats,
 }
 
 /// Error: the memory node's background work was aborted between two steps.
@@ -39,7 +41,7 @@ const NEVER: u64 = u64::MAX;
 impl Words {
     /// The words in `memory`.
     pub fn new(memory: DmaMemory) -> Self {
-        Self { memory, left: AtomicU64::new(NEVER) }
+        Self { memory, left: AtomicU64::new(NEVER), repeats: Repeats::default() }
     }
 
     /// The memory of the words.
@@ -50,6 +52,11 @@ impl Words {
     /// Aborts background work after `steps` more steps.
     pub fn abort_after(&self, steps: u64) {
         self.left.store(steps.min(NEVER - 1), Ordering::Relaxed);
+    }
+
+    /// Begins a turn of background work.
+    pub fn begin_turn(&self) {
+        self.repeats.reset();
     }
 
     /// Counts a step, before it changes anything; fails if the work is to be aborted.
@@ -103,6 +110,17 @@ impl Words {
 
 impl Verbs for Words {
     type Error = Aborted;
+
+    /// Aborts a turn in which clients change the words again and again. The pass begins again in a
+    /// later turn, so that such clients hold up neither the memory node's thread nor its other
+    /// work.
+    fn repeat(&self, _: Changed) -> Result<(), Aborted> {
+        if self.repeats.may_repeat() {
+            return Ok(());
+        }
+        self.left.store(0, Ordering::Relaxed);
+        Err(Aborted)
+    }
 
     async fn read(&self, at: Word, out: &mut [u64]) -> Result<(), Aborted> {
         (0..).zip(out).for_each(|(i, word)| *word = self.load(at.plus(i)));

@@ -10,6 +10,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::finemem::layout::Word;
+use crate::finemem::tree::Changed;
 
 /// Memory on which each verb yields once before it is executed.
 struct Memory(Vec<AtomicU64>);
@@ -36,6 +37,10 @@ async fn once() {
 
 impl Verbs for Memory {
     type Error = Infallible;
+
+    fn repeat(&self, _: Changed) -> Result<(), Infallible> {
+        Ok(())
+    }
 
     async fn read(&self, at: Word, out: &mut [u64]) -> Result<(), Infallible> {
         once().await;

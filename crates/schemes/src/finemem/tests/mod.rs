@@ -1,5 +1,7 @@
 //! Requests of a client to the memory node's CPU, and background work that is aborted or fails.
 
+mod hostile;
+
 use rnic::nic::SoftNic;
 use scheme::route::{RoceEnd, Route};
 use scheme::{ClientId, ConnectRequest, GroupId, Lane, QpSet, Start};

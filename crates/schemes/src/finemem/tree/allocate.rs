@@ -13,7 +13,7 @@
 use scheme::index::IndexRange;
 
 use super::flush::{has_taken, pending};
-use super::{BATCH, CONTENDED_BELOW, CONTENDED_FROM, Seen, Tree, Verbs};
+use super::{BATCH, CONTENDED_BELOW, CONTENDED_FROM, Changed, Seen, Tree, Verbs};
 use crate::finemem::block::{
     Block, Layer, Order, Place, SPAN_ORDER, SPANS, SectionIndex, SpanIndex,
 };
@@ -122,7 +122,8 @@ impl Tree {
     /// block, and the full log records that.
     ///
     /// # Errors
-    /// Errors of the verbs. A block, or parts of one, may have been taken; the logs show which.
+    /// Errors of the verbs, also after too many failed CASes. A block, or parts of one, may have
+    /// been taken; the logs show which.
     pub async fn allocate<V: Verbs>(
         &self,
         verbs: &V,
@@ -404,6 +405,7 @@ impl Tree {
                 self.update_hint(verbs, span, section.header, Spread::Contended).await?;
                 return Ok(None);
             }
+            verbs.repeat(Changed::Header(place))?;
         }
     }
 
@@ -455,6 +457,7 @@ impl Tree {
                 Ok(()) => return Ok(Some(Seen { header: opened, flushed: true })),
                 Err(found) => seen = found,
             }
+            verbs.repeat(Changed::Header(place))?;
         }
     }
 
@@ -491,6 +494,7 @@ impl Tree {
             if self.effective_failures(failures) >= CONTENDED_FROM && search == Search::Cached {
                 return Ok(None);
             }
+            verbs.repeat(Changed::Header(place))?;
         }
     }
 

@@ -22,7 +22,7 @@
 //! FineMem compares the timestamps of both logs instead. Timestamps are ordered only within 64
 //! changes: for a chunk not changed for longer, a new log would be taken for an old one, and lost.
 
-use super::{Seen, Tree, Verbs};
+use super::{Changed, Seen, Tree, Verbs};
 use crate::blocks::ChunkIndex;
 use crate::finemem::block::{ChunkOffset, Layer, Place, SPANS, SpanOffset};
 use crate::finemem::header::{Header, Record, Spread, User};
@@ -98,6 +98,7 @@ impl Tree {
             if found == full || found == wanted {
                 break;
             }
+            verbs.repeat(Changed::Log(chunk))?;
         }
         self.is_flushed(place, record);
         Ok(())

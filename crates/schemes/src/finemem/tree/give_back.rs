@@ -4,7 +4,7 @@
 use scheme::index::IndexRange;
 
 use super::allocate::{part, timestamp};
-use super::{Seen, Tree, Verbs};
+use super::{Changed, Seen, Tree, Verbs};
 use crate::finemem::block::{Block, Layer, Place, SectionIndex, SpanIndex};
 use crate::finemem::header::{Header, Record, Spread, User, chunk_mask, span_mask};
 
@@ -15,6 +15,10 @@ impl Tree {
     ///
     /// The temporary log names only the last block. If there are several, the caller must have
     /// written the full logs of the other blocks before the header changes again.
+    ///
+    /// # Errors
+    /// Errors of the verbs, also after too many failed CASes. The blocks may still be taken, and
+    /// the logs show which are.
     pub async fn give_back<V: Verbs>(
         &self,
         verbs: &V,
@@ -76,6 +80,7 @@ impl Tree {
                 Ok(()) => break free,
                 Err(found) => seen = found,
             }
+            verbs.repeat(Changed::Header(place))?;
         };
         self.flush(verbs, place, Seen { header: free, flushed: false }).await?;
         if !free.in_use() {
@@ -111,6 +116,7 @@ impl Tree {
                 if is_opened && section.spread(at) != Spread::Full {
                     return Ok(());
                 }
+                verbs.repeat(Changed::Header(place))?;
             } else {
                 section = self.read_header(verbs, place).await?.header;
                 if section.spread(at) == Spread::Empty {
@@ -191,6 +197,7 @@ impl Tree {
                 Ok(()) => break free,
                 Err(found) => seen = found,
             }
+            verbs.repeat(Changed::Header(place))?;
         };
         self.flush(verbs, place, Seen { header: free, flushed: false }).await
     }

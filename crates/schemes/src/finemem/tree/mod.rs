@@ -31,12 +31,15 @@
 //!
 //! **Logs.** A header is overwritten only after its temporary log has been flushed to the full log;
 //! see `flush`.
+//!
+//! **Bound.** A CAS that failed is repeated; see `repeats` for the end of it.
 
 mod allocate;
 mod cache;
 mod flush;
 mod give_back;
 mod recover;
+mod repeats;
 mod start;
 #[cfg(test)]
 mod tests;
@@ -44,6 +47,7 @@ mod withdraw;
 
 pub use allocate::Taken;
 pub(super) use flush::pending;
+pub use repeats::{Changed, REPEATS_MAX, Repeats};
 
 use std::future::Future;
 
@@ -68,6 +72,12 @@ pub const BATCH: usize = 512;
 pub trait Verbs: Sync {
     /// Error of a verb.
     type Error: Send;
+
+    /// Counts a failed CAS on `word`, before a loop of the operation repeats the CAS.
+    ///
+    /// # Errors
+    /// The operation is to be given up, because its CASes have failed too often ([`Repeats`]).
+    fn repeat(&self, word: Changed) -> Result<(), Self::Error>;
 
     /// Reads the words from `at` on. Each word is read atomically, but different words may be read
     /// at different times.

@@ -3,7 +3,7 @@
 use scheme::index::IndexRange;
 
 use super::flush::pending;
-use super::{Tree, Verbs};
+use super::{Changed, Tree, Verbs};
 use crate::blocks::ChunkIndex;
 use crate::finemem::block::{Block, Place};
 use crate::finemem::header::{Record, User};
@@ -52,6 +52,7 @@ impl Tree {
                 Ok(()) => break,
                 Err(found) => seen = found,
             }
+            verbs.repeat(Changed::Header(place))?;
         }
         let at = self.shape.log(first);
         let mut word = [0];

@@ -1,6 +1,7 @@
 //! Tests of the tree, stopped and crashed between any two verbs.
 
 mod explore;
+mod hostile;
 mod pass;
 mod random;
 mod withdraw;
@@ -79,6 +80,10 @@ struct Full {
 
 impl Verbs for Full {
     type Error = Infallible;
+
+    fn repeat(&self, _: Changed) -> Result<(), Infallible> {
+        Ok(())
+    }
 
     async fn read(&self, at: Word, out: &mut [u64]) -> Result<(), Infallible> {
         self.reads.fetch_add(1, std::sync::atomic::Ordering::Relaxed);

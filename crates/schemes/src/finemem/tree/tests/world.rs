@@ -118,6 +118,11 @@ impl Memory {
         self.words.lock()[at.as_usize()] = header.0;
     }
 
+    /// Changes the bits `mask` of a word, as another client does.
+    pub fn flip(&self, at: Word, mask: u64) {
+        self.words.lock()[at.as_usize()] ^= mask;
+    }
+
     /// READs and CASes since the last call.
     pub fn count(&self) -> (u32, u32) {
         (self.counts.0.swap(0, Ordering::Relaxed), self.counts.1.swap(0, Ordering::Relaxed))
@@ -152,6 +157,10 @@ impl Memory {
 
 impl Verbs for Memory {
     type Error = Infallible;
+
+    fn repeat(&self, _: Changed) -> Result<(), Infallible> {
+        Ok(())
+    }
 
     async fn read(&self, at: Word, out: &mut [u64]) -> Result<(), Infallible> {
         self.counts.0.fetch_add(1, Ordering::Relaxed);
@@ -191,6 +200,10 @@ impl<'a> Disturbed<'a> {
 
 impl Verbs for Disturbed<'_> {
     type Error = Infallible;
+
+    fn repeat(&self, _: Changed) -> Result<(), Infallible> {
+        Ok(())
+    }
 
     async fn read(&self, at: Word, out: &mut [u64]) -> Result<(), Infallible> {
         self.memory.read(at, out).await
@@ -250,6 +263,10 @@ impl Stepped {
 
 impl Verbs for Stepped {
     type Error = Infallible;
+
+    fn repeat(&self, _: Changed) -> Result<(), Infallible> {
+        Ok(())
+    }
 
     async fn read(&self, at: Word, out: &mut [u64]) -> Result<(), Infallible> {
         out.copy_from_slice(&self.ask(Request::Read(at, out.len())).await);
