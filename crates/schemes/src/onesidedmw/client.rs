@@ -24,6 +24,11 @@ use super::options::Terms;
 const SLOT_BYTES: usize = 64;
 /// Maximum bytes of a request.
 const REQUEST_BYTES: usize = 3 * (MAX_GROUP - 1) + 12;
+/// Requests for one free, each of which ends because an earlier free is refused.
+///
+/// The earlier free is one of this compute node too. A program that frees each chunk once has none
+/// refused, and the memory node answers 100 refused ones in a second.
+pub(super) const FREE_ATTEMPTS: u32 = 64;
 
 /// The scheme's client on the NIC `N`.
 pub struct Client<N: Nic> {
@@ -129,15 +134,25 @@ impl<N: Nic> Client<N> {
     }
 
     async fn free_entry(&self, entry: EntryId) -> Result<(), Error> {
-        loop {
-            let bytes = self.free.ask("freeing a chunk", &entry_index(entry)).await?;
+        let attempt = "freeing a chunk";
+        for _ in 0..FREE_ATTEMPTS {
+            let bytes = self.free.ask(attempt, &entry_index(entry)).await?;
             match bytes[reply::FREE_STATUS + 3] {
                 status::FREED => return Ok(()),
                 status::REFUSED => return Err(Error::NotYours { entry }),
-                status::AGAIN => continue,
-                other => return Err(not_understood("freeing a chunk", other)),
+                status::AGAIN => {}
+                other => return Err(not_understood(attempt, other)),
             }
         }
+        // The chunk is this compute node's still.
+        Err(Error::Contended {
+            attempt: format!("freeing chunk {entry}"),
+            attempts: FREE_ATTEMPTS,
+            why: "before each of them, this compute node freed a chunk that it does not own, and \
+                  the memory node executed no free behind that one; end the double frees, and try \
+                  again"
+                .into(),
+        })
     }
 }
 

@@ -16,6 +16,7 @@ use super::layout::entry_index;
 use super::layout::{reply, status};
 use super::{Node, Options};
 
+mod again;
 mod crash;
 mod limits;
 mod published;
