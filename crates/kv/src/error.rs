@@ -67,10 +67,16 @@ pub enum Error {
     NotAlone(u32),
     /// An operation of a shared store has waited for other clients too long.
     #[error(
-        "using a shared store: another client blocks the key's subtable; if that client has \
-         crashed during a split with a plain lock, use leases"
+        "using a shared store: another client changed or locked {word} before each of {attempts} \
+         attempts: try again; if that client has crashed during a split with a plain lock, use \
+         leases"
     )]
-    Contended,
+    Contended {
+        /// The kind of the word.
+        word: &'static str,
+        /// Number of attempts.
+        attempts: u32,
+    },
     /// Unlinked blocks fill the memory, because a client does not pass their epoch.
     #[error(
         "splitting a subtable: {0} bytes of unlinked blocks wait for the epochs of other clients; \
@@ -94,6 +100,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// The error of an operation that has made all its attempts at the key's subtable.
+    pub(crate) const fn contended(attempts: u32) -> Self {
+        Self::Contended { word: "the key's subtable", attempts }
+    }
+
     pub(crate) fn malformed(at: Address) -> impl Fn(Malformed) -> Self {
         move |what| Self::Malformed { at, what }
     }

@@ -121,6 +121,17 @@ pub enum Stopped {
     /// the access has to be repeated but READs and WRITEs.
     #[error("accessing remote memory: the memory was freed: {0}; open the store again")]
     Freed(String),
+    /// Another client changes the generation of an object in the table of names again and again.
+    #[error(
+        "accessing remote memory: another client changed the generation of object {entry} before \
+         each of {attempts} attempts; end the client that does so for ever, and try again"
+    )]
+    Renamed {
+        /// The object's entry in the memory node's table.
+        entry: u32,
+        /// Number of attempts.
+        attempts: usize,
+    },
     /// Another client has an exclusive right to the memory, and did not give it back in time.
     #[error("accessing remote memory: another client has an exclusive right; try again")]
     Busy,

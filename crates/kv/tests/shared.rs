@@ -5,10 +5,13 @@ mod common;
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use common::{BEGIN, block_on, seeds};
 use kv::check::{Case, Counts};
 use kv::memory::{Arena, Client, Hand, Memory};
+use kv::place::Address;
+use kv::reach::{Range, Reach, Step, Stopped};
 use kv::{
     Cursor, Error, Expiry, Form, Operation, SetOptions, SharedSettings, SharedStore, SplitLock,
     Update,
@@ -305,12 +308,130 @@ fn plain_lock_of_a_crashed_client_stays() {
         let (_, second) = world.open(&first, settings.clone());
         let set =
             |i: u32| block_on(second.set(0, &i.to_be_bytes(), b"other", SetOptions::default()));
-        locked += u64::from((0..100).any(|i| set(i) == Err(Error::Contended)));
+        locked += u64::from((0..100).any(|i| matches!(set(i), Err(Error::Contended { .. }))));
         for i in written {
             assert!(block_on(second.get(0, &i.to_be_bytes())).expect("a read").is_some());
         }
     }
     assert!(locked > 10, "{locked} of 400 crashes left a lock");
+}
+
+/// The way of a client beside a hostile one, which changes a slot before each CAS that freezes it.
+#[derive(Clone)]
+struct Storm {
+    client: Arc<Client>,
+    hostile: Arc<Hostile>,
+}
+
+#[derive(Default)]
+struct Hostile {
+    /// Offset of the slot, of the first CAS that freezes one; 0: none yet.
+    slot: AtomicU64,
+    word: AtomicU64,
+    changes: AtomicU32,
+    has_ended: AtomicU32,
+}
+
+const FROZEN: u64 = 1 << 47;
+const TENTATIVE: u64 = 1 << 46;
+
+impl Storm {
+    fn word(&self, at: Address, change: impl FnOnce(u64) -> u64) -> u64 {
+        let mut bytes = [0; 8];
+        self.client.memory().read(at, &mut bytes);
+        let word = u64::from_be_bytes(bytes);
+        self.client.memory().write(at, &change(word).to_be_bytes());
+        word
+    }
+
+    fn before(&self, step: &Step<'_>) {
+        let Step::Cas { at, expected, new, .. } = step else { return };
+        let hostile = &*self.hostile;
+        let ended = hostile.has_ended.load(Ordering::Relaxed) != 0;
+        if ended || expected & FROZEN != 0 || *new != expected | FROZEN {
+            return;
+        }
+        let is_first = hostile.slot.load(Ordering::Relaxed) == 0;
+        if is_first {
+            hostile.slot.store(at.offset, Ordering::Relaxed);
+        }
+        if hostile.slot.load(Ordering::Relaxed) == at.offset {
+            let changes = hostile.changes.fetch_add(1, Ordering::Relaxed);
+            assert!(changes < 10_000, "a split freezes a slot without a bound");
+            let word = self.word(*at, |word| word ^ TENTATIVE);
+            if is_first {
+                hostile.word.store(word, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Ends the hostile client, which leaves the slot as it was.
+    fn end(&self) {
+        self.hostile.has_ended.store(1, Ordering::Relaxed);
+        let at = Address { node: 0, offset: self.hostile.slot.load(Ordering::Relaxed) };
+        self.word(at, |_| self.hostile.word.load(Ordering::Relaxed));
+    }
+}
+
+impl Reach for Storm {
+    type Right = ();
+
+    async fn open(&self, range: Range) -> Result<(), Stopped> {
+        self.client.open(range).await
+    }
+
+    async fn close(&self, (): ()) {}
+
+    async fn run(&self, steps: &mut [Step<'_>]) -> Result<(), Stopped> {
+        steps.iter().for_each(|step| self.before(step));
+        self.client.run(steps).await
+    }
+
+    fn life(&self) -> Option<Address> {
+        self.client.life()
+    }
+
+    fn ordered(&self, a: Address, b: Address) -> bool {
+        self.client.ordered(a, b)
+    }
+}
+
+/// A split that is given up leaves no lock and no block, and goes on when the slot rests.
+#[test]
+fn split_ends_beside_a_client_that_changes_a_slot() {
+    for lock in [SplitLock::Lease(10), SplitLock::Plain, SplitLock::Exclusive] {
+        let world = World::new();
+        let settings = SharedSettings { lock, attempts: 1000, ..World::settings(Form::Fused, 1) };
+        let client = Arc::new(Client::new(world.memory.clone(), false));
+        let storm = Storm { client, hostile: Arc::default() };
+        let (arena, hand) = (world.arena.clone(), world.hand.clone());
+        let store = SharedStore::create(storm.clone(), arena, hand, settings.clone());
+        let store = block_on(store).expect("a store");
+        let key = |i: u32| i.to_be_bytes();
+        let set = |i| block_on(store.set(0, &key(i), &key(i), SetOptions::default()));
+        let failed = (0..100).find_map(|i| set(i).err().map(|error| (i, error)));
+        let (end, error) = failed.expect("a split that is given up");
+        assert!(matches!(error, Error::Contended { attempts: 1000, .. }), "{lock:?}: {error}");
+        let text = "a slot of the key's subtable, which is being split, before each of 1000";
+        assert!(error.to_string().contains(text), "{error}");
+        let used = world.arena.used().len();
+        assert_eq!(set(end), Err(error), "{lock:?}");
+        assert_eq!(world.arena.used().len(), used, "{lock:?}");
+        storm.end();
+        // No time passes: no lease of a lock ends.
+        let client = Arc::new(Client::new(world.memory.clone(), false));
+        let (arena, hand) = (world.arena.clone(), world.hand.clone());
+        let other = SharedStore::open(client, arena, hand, settings, store.root());
+        let other = block_on(other).expect("a store");
+        let bytes = key(end);
+        let written = other.set(0, &bytes, &bytes, SetOptions::default());
+        block_on(written).expect("a write of another client");
+        (end..100).for_each(|i| _ = set(i).expect("a write"));
+        for i in 0..100 {
+            let value = block_on(other.get(0, &key(i))).expect("a read");
+            assert_eq!(value.as_deref(), Some(&key(i)[..]), "{lock:?}: key {i}");
+        }
+    }
 }
 
 #[test]

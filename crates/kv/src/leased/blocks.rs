@@ -15,7 +15,7 @@ use pool::{LeaseTerms, Object, Others, Permission};
 use verbs::Nic;
 
 use super::names::{Kind, Short, Spot};
-use super::{End, LeasedMemory, no_object};
+use super::{End, LeasedMemory, TRIES, no_object, renamed};
 use crate::blocks::{Length, SharedBlocks};
 use crate::error::Error;
 use crate::place::Place;
@@ -112,9 +112,13 @@ impl<N: Nic> LeasedMemory<N> {
     }
 
     /// Frees an object. An object that is not there was freed before.
+    ///
+    /// # Errors
+    /// Those of the pool, and [`Stopped::Renamed`]. The object then stays until the last member of
+    /// the domain has left.
     async fn free_object(&self, name: Short, kind: Kind) -> Result<(), Stopped> {
         self.shared.held.lock().forget_object(name);
-        loop {
+        for _ in 0..TRIES {
             let object = self.object(name, kind);
             match self.shared.pool.free_object(&object).await {
                 Ok(()) => return Ok(()),
@@ -126,6 +130,7 @@ impl<N: Nic> LeasedMemory<N> {
                 Err(error) => return Err(stopped(error)),
             }
         }
+        Err(renamed(name))
     }
 
     /// Frees the blocks that were released.

@@ -51,7 +51,11 @@ use crate::shared::{SharedSettings, SharedStore};
 
 /// Largest slab: a WRITE of a whole object is one step of a list.
 const SLAB_MAX: u32 = 64 << 10;
-/// Attempts of one access, of which each ends because a lease has ended.
+/// Attempts of one access, of which each ends because a lease has ended, or because an object has
+/// another generation than the table of names said.
+///
+/// The generation of an object changes after a free and a new allocation only, of which each takes
+/// longer than an attempt.
 const TRIES: usize = 64;
 /// Largest number of doublings of a lease. The memory node limits leases, too.
 const DOUBLINGS: usize = 10;
@@ -419,6 +423,11 @@ fn has_ended(error: &pool::Error) -> bool {
 
 fn expired() -> pool::Error {
     pool::Error::Expired { op: "accessing an index: each lease ended before its use" }
+}
+
+/// The error of an access whose object had another generation in each attempt.
+fn renamed(name: Short) -> Stopped {
+    Stopped::Renamed { entry: name.entry, attempts: TRIES }
 }
 
 /// The error of an allocation of an object.

@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use verbs::Nic;
 
 use super::names::{Kind, Short, Spot};
-use super::{LeasedMemory, Open, TRIES};
+use super::{LeasedMemory, Open, TRIES, renamed};
 use crate::pooled::lists::{LIST, stopped};
 use crate::reach::{Range, Step, Stopped, range_of};
 
@@ -169,7 +169,7 @@ impl<N: Nic> LeasedMemory<N> {
         terms: &LeaseTerms,
     ) -> Result<Permission, Stopped> {
         let shared = &*self.shared;
-        loop {
+        for _ in 0..TRIES {
             let object = self.object(name, kind);
             let acquired = shared.pool.acquire_in(shared.group, &object, terms).await;
             match acquired {
@@ -189,6 +189,7 @@ impl<N: Nic> LeasedMemory<N> {
                 Err(error) => return Err(stopped(error)),
             }
         }
+        Err(renamed(name))
     }
 
     /// Acquires the exclusive permission of a split.

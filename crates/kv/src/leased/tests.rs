@@ -1,13 +1,18 @@
 //! Permissions that end at any moment.
 
 use std::collections::BTreeMap;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::Poll;
+use std::time::Instant;
 
 use parking_lot::Mutex;
 use pool::{DefaultNic, DomainToken, EmbeddedNode, Options};
 use verbs::executor::block_on;
 
 use super::*;
+use crate::blocks::SharedBlocks;
 use crate::memory::{Hand, Seeded};
 use crate::{Form, SetOptions, SplitLock};
 
@@ -197,4 +202,76 @@ fn refused_list_goes_on_where_it_stopped() {
         assert_eq!((old, last), (round, round + 1));
     }
     assert!(memory.pool().stats().promotions > 0, "the NIC refused no access");
+}
+
+/// Runs `access` beside a client that writes another generation of an object into the table of
+/// names before each poll.
+fn beside_renames<T>(hostile: &Memory, entry: u32, access: impl Future<Output = T>) -> T {
+    let at = hostile.shared.layout.word(entry);
+    let rename = async |upper: u64| {
+        let word = (upper << 32).to_be_bytes();
+        hostile.run(&mut [Step::Write { at, from: &word }]).await.expect("a write")
+    };
+    let (mut access, mut upper, begin) = (pin!(access), 1 << 20, Instant::now());
+    let mut write = Box::pin(rename(upper));
+    block_on(poll_fn(|cx| {
+        if write.as_mut().poll(cx).is_pending() {
+            return Poll::Pending;
+        }
+        assert!(begin.elapsed() < Duration::from_secs(60), "attempts without a bound");
+        upper += 1;
+        write = Box::pin(rename(upper));
+        cx.waker().wake_by_ref();
+        access.as_mut().poll(cx)
+    }))
+}
+
+#[test]
+fn access_ends_beside_a_client_that_changes_generations() {
+    let node = node();
+    let memory = memory(&node);
+    let domain = Some(DomainToken([1; 32]));
+    let options = Options { groups: Some(1), domain, ..Options::default() };
+    let pool = Pool::embedded_in(&node, options).expect("a connection");
+    let settings = memory.shared.settings.clone();
+    let hostile = block_on(Memory::join(pool, GroupId(0), settings, memory.anchor()));
+    let hostile = hostile.expect("memory");
+    let allocate = || block_on(SharedBlocks::allocate(&memory, 1024)).expect("a block");
+    let [gone, kept] = [(); 2].map(|()| allocate());
+    let Spot { name, kind, .. } = memory.shared.layout.spot(gone.at(0));
+    let object = memory.object(name, kind);
+    memory.shared.held.lock().forget_object(name);
+    block_on(memory.pool().free_object(&object)).expect("a free");
+    let is_renamed = |stopped: &Stopped| match stopped {
+        Stopped::Renamed { entry, attempts: TRIES } => *entry == name.entry,
+        // The hostile client has missed a turn.
+        Stopped::Freed(_) => false,
+        stopped => panic!("{stopped}"),
+    };
+    let mut into = [0; 8];
+    let mut read = || {
+        let mut steps = [Step::Read { at: gone.at(0), into: &mut into }];
+        let access = async { memory.run(&mut steps).await };
+        beside_renames(&hostile, name.entry, access).expect_err("the object is not there")
+    };
+    let stopped = (0..20).map(|_| read()).find(is_renamed).expect("a bound");
+    let text = format!("the generation of object {} before each of 64 attempts", name.entry);
+    assert!(stopped.to_string().contains(&text), "{stopped}");
+    let free = || {
+        memory.release(gone, 1024);
+        match beside_renames(&hostile, name.entry, memory.tend()) {
+            Ok(()) => false,
+            Err(Error::Stopped(stopped)) => is_renamed(&stopped),
+            Err(error) => panic!("{error}"),
+        }
+    };
+    assert!((0..20).any(|_| free()), "a free without a bound");
+    // The other objects are not affected.
+    let word = 7_u64.to_be_bytes();
+    for place in [kept, allocate()] {
+        let mut steps = [Step::Write { at: place.at(0), from: &word }];
+        block_on(memory.run(&mut steps)).expect("an access");
+        memory.release(place, 1024);
+    }
+    block_on(memory.tend()).expect("frees");
 }

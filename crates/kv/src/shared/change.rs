@@ -184,7 +184,7 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
                 Tried::Again => {}
             }
         }
-        Err(Error::Contended)
+        Err(Error::contended(self.settings.attempts))
     }
 
     /// Attempts a change. `ready`: a block for the new value.

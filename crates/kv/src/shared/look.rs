@@ -182,7 +182,7 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
                 }
             }
         }
-        Err(Error::Contended)
+        Err(Error::contended(self.settings.attempts))
     }
 
     /// The bucket word of the buckets in `view`. `None`: the subtable was split.

@@ -105,6 +105,10 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
         if let Err(error) = self.prepare_and_split(key.db, table, whole).await {
             if error.is_before {
                 self.swap(&op.trip, at[0], mine, lock).await?;
+            } else if matches!(error.error, Error::Contended { .. }) {
+                // Some slots are frozen, so the split must go on: a lock that has ended lets any
+                // client do so, also the next operation of this one.
+                self.swap(&op.trip, at[0], mine, lock_word(self.client(), now)).await?;
             }
             return Err(error.error);
         }
@@ -184,7 +188,12 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
         whole: BucketWord,
         [low, high]: [Place; 2],
     ) -> Result<(), Error> {
-        let slots = self.freeze(op, table).await?;
+        let frozen = self.freeze(op, table).await;
+        if let Err(Error::Contended { .. }) = frozen {
+            // No word names them yet.
+            [low, high].into_iter().for_each(|place| self.free_table(place));
+        }
+        let slots = frozen?;
         let heads = self.heads(op, &slots).await?;
         let new = halves(whole);
         let images = [(new[0], high), (new[1], Place::default())].map(|(word, sibling)| {
@@ -226,9 +235,12 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
     }
 
     /// Freezes all slots. Returns their words, which never change again.
+    ///
+    /// A turn leaves a slot open only if a client has changed the slot meanwhile. Clients that meet
+    /// a frozen slot wait, so the turns end, unless a client changes a slot for ever.
     async fn freeze(&self, op: &Op<'_>, table: Place) -> Result<Vec<u64>, Error> {
         let mut slots = self.slots(op, table).await?;
-        loop {
+        for _ in 0..self.settings.attempts {
             let open: Vec<usize> = (0..slots.len()).filter(|i| !is_frozen(slots[*i])).collect();
             if open.is_empty() {
                 return Ok(slots);
@@ -247,6 +259,8 @@ impl<R: Reach, B: SharedBlocks, E: Environment> SharedStore<R, B, E> {
                 slots[slot] = if is_done { found | FROZEN } else { found };
             }
         }
+        let word = "a slot of the key's subtable, which is being split,";
+        Err(Error::Contended { word, attempts: self.settings.attempts })
     }
 
     /// Reads the headers of the blocks of final slots, in one round trip.

@@ -419,8 +419,8 @@ fn insert<T: Thread>(
                     break 'keys;
                 }
                 // Another client blocks the subtable of the key.
-                Err(::kv::Error::Contended) if since_us() < end_us => {}
-                Err(::kv::Error::Contended) => break 'keys,
+                Err(::kv::Error::Contended { .. }) if since_us() < end_us => {}
+                Err(::kv::Error::Contended { .. }) => break 'keys,
                 Err(error) => return Err(error.into()),
             }
         }
