@@ -396,7 +396,7 @@ impl Reach for Storm {
     }
 }
 
-/// A split that is given up leaves no lock and no block, and goes on when the slot rests.
+/// A split that ends with the error leaves no lock and no block, and goes on when the slot rests.
 #[test]
 fn split_ends_beside_a_client_that_changes_a_slot() {
     for lock in [SplitLock::Lease(10), SplitLock::Plain, SplitLock::Exclusive] {
@@ -410,7 +410,7 @@ fn split_ends_beside_a_client_that_changes_a_slot() {
         let key = |i: u32| i.to_be_bytes();
         let set = |i| block_on(store.set(0, &key(i), &key(i), SetOptions::default()));
         let failed = (0..100).find_map(|i| set(i).err().map(|error| (i, error)));
-        let (end, error) = failed.expect("a split that is given up");
+        let (end, error) = failed.expect("a split that ends with an error");
         assert!(matches!(error, Error::Contended { attempts: 1000, .. }), "{lock:?}: {error}");
         let text = "a slot of the key's subtable, which is being split, before each of 1000";
         assert!(error.to_string().contains(text), "{error}");

@@ -96,10 +96,11 @@ pub enum Error {
     /// Each attempt at a request was undone by a change of another client, or by another request of
     /// this one.
     ///
-    /// Without a hostile or faulty client, so many attempts in a row do not fail. What the request
-    /// had changed goes back at a later request of this compute node; at the latest, the memory
-    /// node takes it back when this compute node has ended.
-    #[error("{attempt}: given up after {attempts} attempts: {why}")]
+    /// The number of attempts is far beyond those that fail beside clients that keep the protocol.
+    /// Blocks that the request had taken, or not freed, go back before the next allocation of this
+    /// compute node; at the latest, the memory node takes them back when this compute node has
+    /// ended.
+    #[error("{attempt}: no success in {attempts} attempts: {why}")]
     Contended {
         /// The operation that failed.
         attempt: String,

@@ -153,7 +153,7 @@ impl Scene {
 
 /// The words that the error of a request names.
 fn contended(result: Result<impl Sized, Error>, bound: u32) -> String {
-    let error = result.err().expect("the request is given up");
+    let error = result.err().expect("the request ends with an error");
     let text = error.to_string();
     assert!(matches!(error, Error::Contended { attempts, .. } if attempts == bound), "{text}");
     text
@@ -167,7 +167,7 @@ fn allocation_ends_beside_a_client_that_changes_a_header() {
     // A CAS of a header is posted with three READs.
     scene.begin_storm(4, span, |word| word ^ 1 << 30);
     let text = contended(scene.allocate(), REPEATS_MAX);
-    assert!(text.starts_with("allocating a block: given up after 65536 attempts: "), "{text}");
+    assert!(text.starts_with("allocating a block: no success in 65536 attempts: "), "{text}");
     assert!(text.contains("the header of span 0") && text.contains("try again"), "{text}");
     // A free does not need the header.
     scene.free(&freed).unwrap();
@@ -192,7 +192,7 @@ fn free_ends_beside_a_client_that_changes_the_keys() {
 
 /// A turn of background work in which clients undo each change ends as one that is aborted.
 #[test]
-fn memory_node_gives_a_turn_up() {
+fn memory_node_aborts_an_undone_turn() {
     let mut bed = Bed::new();
     bed.die_with_a_chunk();
     let word = Changed::Log(crate::blocks::ChunkIndex::new(0));

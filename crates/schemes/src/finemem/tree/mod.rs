@@ -76,7 +76,7 @@ pub trait Verbs: Sync {
     /// Counts a failed CAS on `word`, before a loop of the operation repeats the CAS.
     ///
     /// # Errors
-    /// The operation is to be given up, because its CASes have failed too often ([`Repeats`]).
+    /// The operation is to end, because its CASes have failed too often ([`Repeats`]).
     fn repeat(&self, word: Changed) -> Result<(), Self::Error>;
 
     /// Reads the words from `at` on. Each word is read atomically, but different words may be read

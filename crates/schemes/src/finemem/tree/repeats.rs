@@ -14,10 +14,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use crate::blocks::ChunkIndex;
 use crate::finemem::block::Place;
 
-/// Failed CASes after which an operation is given up.
+/// Failed CASes after which an operation ends with an error.
 ///
-/// With contention control, 512 clients fail 25 times in an operation at most. Without, a CAS of
-/// one of 512 clients succeeds in each turn, and the chance of so many failures is 2^-184.
+/// In simulations with 512 clients and contention control, an operation has 25 failed CASes at
+/// most. Without contention control, the CAS of one of 512 clients succeeds in each turn, and the
+/// chance of 65,536 failures in a row is 2^-184.
 pub const REPEATS_MAX: u32 = 1 << 16;
 
 /// A word that another client changed before a CAS.
@@ -44,7 +45,7 @@ impl fmt::Display for Changed {
 pub struct Repeats(AtomicU32);
 
 impl Repeats {
-    /// Counts a failed CAS. Returns false if the operation is to be given up.
+    /// Counts a failed CAS. Returns false if the operation is to end.
     pub fn may_repeat(&self) -> bool {
         self.0.fetch_add(1, Ordering::Relaxed) + 1 < REPEATS_MAX
     }

@@ -69,11 +69,11 @@ fn free_behind_refused_frees_ends() {
         turns += 1;
         assert!(turns < 2 * FREE_ATTEMPTS, "a free is repeated without a bound");
     };
-    let text = result.as_ref().expect_err("the free is given up").to_string();
+    let text = result.as_ref().expect_err("the free ends with an error").to_string();
     let attempts = FREE_ATTEMPTS;
     assert!(matches!(result, Err(Error::Contended { attempts: n, .. }) if n == attempts), "{text}");
     assert!(
-        text.starts_with("freeing chunk ") && text.contains("given up after 64 attempts: "),
+        text.starts_with("freeing chunk ") && text.contains("no success in 64 attempts: "),
         "{text}"
     );
     assert_eq!(turns, attempts);

@@ -52,8 +52,8 @@ impl Verbs for Storm<'_> {
     }
 }
 
-/// The word because of which an operation is given up.
-fn given_up<T>(operation: impl Future<Output = Result<T, Changed>>) -> Changed {
+/// The word because of which an operation ends with an error.
+fn undone<T>(operation: impl Future<Output = Result<T, Changed>>) -> Changed {
     match pin!(operation).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(Err(word)) => word,
         Poll::Ready(Ok(_)) => panic!("the operation succeeded"),
@@ -68,8 +68,8 @@ fn owned(memory: &Memory) -> Vec<Block> {
     sections.flat_map(|section| run(tree.taken_by(memory, user(1), section))).collect()
 }
 
-/// Checks the memory after user 1 has given up: each chunk has one owner, and the memory node takes
-/// back what user 1 has.
+/// Checks the memory after an error of user 1: each chunk has one owner, and the memory node takes
+/// back the blocks of user 1.
 fn check_consistent(memory: &Memory) {
     let shape = memory.shape();
     let other = Tree::new(shape, user(2));
@@ -91,12 +91,12 @@ fn check_consistent(memory: &Memory) {
 }
 
 #[test]
-fn allocation_of_a_chunk_is_given_up() {
+fn allocation_of_a_chunk_ends_with_an_error() {
     let memory = Memory::new(SMALL);
     let tree = Tree::new(SMALL, user(1));
     let kept = take(&tree, &memory, 0).unwrap();
     let storm = Storm::on(&memory, SMALL.span(span(0)), RETRY);
-    let word = given_up(tree.allocate(&storm, Order::new(0)));
+    let word = undone(tree.allocate(&storm, Order::new(0)));
     assert_eq!(word, Changed::Header(Place::Span(span(0))));
     assert_eq!(word.to_string(), "the header of span 0");
     assert_eq!(owned(&memory), [kept]);
@@ -107,18 +107,18 @@ fn allocation_of_a_chunk_is_given_up() {
 }
 
 #[test]
-fn opening_of_a_span_is_given_up() {
+fn opening_of_a_span_ends_with_an_error() {
     let memory = Memory::new(SECTION);
     let tree = Tree::new(SECTION, user(1));
     let storm = Storm::on(&memory, SECTION.section(section(0)), RETRY);
-    let word = given_up(tree.allocate(&storm, Order::new(0)));
+    let word = undone(tree.allocate(&storm, Order::new(0)));
     assert_eq!(word.to_string(), "the header of section 0");
     assert_eq!(owned(&memory), []);
     check_consistent(&memory);
 }
 
 #[test]
-fn allocation_of_spans_is_given_up() {
+fn allocation_of_spans_ends_with_an_error() {
     for contention_control in [true, false] {
         let memory = Memory::new(SECTION);
         let tree = match contention_control {
@@ -126,7 +126,7 @@ fn allocation_of_spans_is_given_up() {
             false => Tree::without_contention_control(SECTION, user(1)),
         };
         let storm = Storm::on(&memory, SECTION.section(section(0)), RETRY);
-        let word = given_up(tree.allocate(&storm, SPAN_ORDER));
+        let word = undone(tree.allocate(&storm, SPAN_ORDER));
         assert_eq!(word, Changed::Header(Place::Section(section(0))));
         assert_eq!(owned(&memory), []);
         check_consistent(&memory);
@@ -135,24 +135,24 @@ fn allocation_of_spans_is_given_up() {
 
 /// The sections that were taken before stay taken, until the logs are searched.
 #[test]
-fn allocation_of_sections_is_given_up() {
+fn allocation_of_sections_ends_with_an_error() {
     let memory = Memory::new(TWO_SECTIONS);
     let tree = Tree::new(TWO_SECTIONS, user(1));
     let storm = Storm::on(&memory, TWO_SECTIONS.section(section(0)), RETRY);
-    let word = given_up(tree.allocate(&storm, Order::new(10)));
+    let word = undone(tree.allocate(&storm, Order::new(10)));
     assert_eq!(word, Changed::Header(Place::Section(section(0))));
     assert_eq!(owned(&memory), [Block::section(section(1))]);
     check_consistent(&memory);
 }
 
-/// The block is taken, and the log in the header says so.
+/// The block is taken, and the header has its log.
 #[test]
-fn flush_of_a_log_is_given_up() {
+fn flush_of_a_log_ends_with_an_error() {
     let memory = Memory::new(SMALL);
     let tree = Tree::new(SMALL, user(1));
     let chunk = ChunkIndex::new(0);
     let storm = Storm::on(&memory, SMALL.log(chunk), UNUSED);
-    let word = given_up(tree.allocate(&storm, Order::new(0)));
+    let word = undone(tree.allocate(&storm, Order::new(0)));
     assert_eq!(word.to_string(), "the log of chunk 0");
     assert_eq!(owned(&memory), [Block::of_chunk(chunk)]);
     check_consistent(&memory);
@@ -160,13 +160,13 @@ fn flush_of_a_log_is_given_up() {
 
 /// The block stays taken, and the client can free it later.
 #[test]
-fn free_of_a_block_is_given_up() {
+fn free_of_a_block_ends_with_an_error() {
     for (order, later) in [(0, true), (0, false), (5, true), (5, false), (9, true), (9, false)] {
         let memory = Memory::new(TWO_SECTIONS);
         let tree = Tree::new(TWO_SECTIONS, user(1));
         let block = take(&tree, &memory, order).unwrap();
         let storm = Storm::on(&memory, block.place().word(TWO_SECTIONS), RETRY);
-        let word = given_up(tree.give_back(&storm, &[block], user(1)));
+        let word = undone(tree.give_back(&storm, &[block], user(1)));
         assert_eq!(word, Changed::Header(block.place()));
         assert_eq!(owned(&memory), [block]);
         if later {
@@ -179,14 +179,14 @@ fn free_of_a_block_is_given_up() {
 
 /// The chunk is free, and its span stays open for chunks.
 #[test]
-fn closing_of_a_span_is_given_up() {
+fn closing_of_a_span_ends_with_an_error() {
     let memory = Memory::new(SECTION);
     let tree = Tree::new(SECTION, user(1));
     let chunk = take(&tree, &memory, 0).unwrap();
     // The section's log is not that of the opening any more.
     let kept = take(&tree, &memory, SPAN_ORDER.raw()).unwrap();
     let storm = Storm::on(&memory, SECTION.section(section(0)), RETRY);
-    let word = given_up(tree.give_back(&storm, &[chunk], user(1)));
+    let word = undone(tree.give_back(&storm, &[chunk], user(1)));
     assert_eq!(word, Changed::Header(Place::Section(section(0))));
     assert_eq!(owned(&memory), [kept]);
     assert_eq!(memory.section(0).spread(chunk.chunk.span().in_section()), Spread::Normal);
@@ -195,12 +195,12 @@ fn closing_of_a_span_is_given_up() {
 
 /// The memory node's part of a free: the block stays taken, and the pass is repeated.
 #[test]
-fn withdrawal_of_a_block_is_given_up() {
+fn withdrawal_of_a_block_ends_with_an_error() {
     let memory = Memory::new(SMALL);
     let (tree, node) = (Tree::new(SMALL, user(1)), Tree::new(SMALL, User::NOBODY));
     let block = take(&tree, &memory, 0).unwrap();
     let storm = Storm::on(&memory, SMALL.span(span(0)), RETRY);
-    let word = given_up(node.withdraw(&storm, block));
+    let word = undone(node.withdraw(&storm, block));
     assert_eq!(word, Changed::Header(Place::Span(span(0))));
     run(node.withdraw(&memory, block));
     assert_eq!(owned(&memory), []);
