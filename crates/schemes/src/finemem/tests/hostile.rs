@@ -196,7 +196,7 @@ fn memory_node_aborts_an_undone_turn() {
     let mut bed = Bed::new();
     bed.die_with_a_chunk();
     let word = Changed::Log(crate::blocks::ChunkIndex::new(0));
-    let repeated = (0..).find(|_| bed.node.words.repeat(word).is_err());
+    let repeated = (0..2 * REPEATS_MAX).find(|_| bed.node.words.repeat(word).is_err());
     assert_eq!(repeated, Some(REPEATS_MAX - 1));
     // The next change of the turn is aborted, too.
     assert!(bed.node.words.step().is_err());
